@@ -1,0 +1,1 @@
+"""ONNX graphs → TensorRT engines. Needs neither torch nor transformers."""

@@ -1,0 +1,1 @@
+"""Published checkpoint formats, read into one description and named tensors."""

@@ -1,0 +1,1 @@
+"""Commands of the `xpress-export` program, one module each."""

@@ -1,0 +1,31 @@
+"""Graph ``target``: embeddings [B, S, H], position [B], caches → hidden [B, S, H], taps [B, S, T·H], caches.
+
+One graph serves prefill, verification and single-token decoding.
+"""
+
+from __future__ import annotations
+
+from xpress_export.graphs.spec import GraphSpec, TensorSpec, cache_specs
+from xpress_export.models.decoder import Decoder
+
+
+def target_graph(module: Decoder) -> GraphSpec:
+    config = module.config
+    dtype = module.norm.weight.dtype
+    cache_dims = ("B", config.num_kv_heads, module.num_positions, config.head_dim)
+    return GraphSpec(
+        name="target",
+        module=module,
+        inputs=(
+            TensorSpec("embeddings", ("B", "S", config.hidden_size), dtype),
+            TensorSpec("position", ("B",)),
+            cache_specs("key_cache", config.num_layers, cache_dims, dtype),
+            cache_specs("value_cache", config.num_layers, cache_dims, dtype),
+        ),
+        outputs=(
+            TensorSpec("hidden", ("B", "S", config.hidden_size), dtype),
+            TensorSpec("taps", ("B", "S", len(module.tap_layers) * config.hidden_size), dtype),
+            *cache_specs("key_cache_out", config.num_layers, cache_dims, dtype),
+            *cache_specs("value_cache_out", config.num_layers, cache_dims, dtype),
+        ),
+    )

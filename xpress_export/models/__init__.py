@@ -1,0 +1,1 @@
+"""Target decoder, drafter, refiner and acceptance in PyTorch, on operators that export to single ONNX operators."""

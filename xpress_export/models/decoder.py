@@ -1,0 +1,191 @@
+"""The target decoder (Llama, Qwen2, Qwen3 and Mistral are mappings onto it), its embedding table and its head.
+
+Everything a family may vary is a field of :class:`DecoderConfig`. The module works on static caches and positions; it knows nothing about
+checkpoints or tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from xpress_export.models.layers import (
+    AttentionBounds,
+    Linear,
+    RmsNorm,
+    RotaryTables,
+    SwiGlu,
+    merge_heads,
+    split_heads,
+)
+from xpress_export.models.ops import cache_update
+from xpress_export.models.rope import RopeConfig, rotary_tables
+from xpress_runtime.sets import AttentionForm
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and switches of a decoder. ``q_width`` may differ from ``hidden_size``."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied_embeddings: bool
+    max_positions: int
+
+    @property
+    def q_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+class DecoderAttention(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.qkv = Linear(config.hidden_size, config.q_width + 2 * config.kv_width, bias=config.qkv_bias)
+        self.output = Linear(config.q_width, config.hidden_size, bias=config.output_bias)
+        self.q_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RmsNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(
+        self,
+        states: Tensor,
+        rotary: RotaryTables,
+        position: Tensor,
+        positions: Tensor,
+        bounds: AttentionBounds,
+        key_cache: Tensor,
+        value_cache: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        config = self.config
+        query, key, value = self.qkv(states).split([config.q_width, config.kv_width, config.kv_width], dim=-1)
+        query = split_heads(query, config.num_heads, config.head_dim)
+        key = split_heads(key, config.num_kv_heads, config.head_dim)
+        value = split_heads(value, config.num_kv_heads, config.head_dim).transpose(1, 2)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query = rotary(query.transpose(1, 2), positions)
+        key = rotary(key.transpose(1, 2), positions)
+        key_cache = cache_update(key_cache, key, position)
+        value_cache = cache_update(value_cache, value, position)
+        attended = bounds.attend(query, key_cache, value_cache, config.head_dim**-0.5)
+        return self.output(merge_heads(attended)), key_cache, value_cache
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = DecoderAttention(config)
+        self.mlp_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGlu(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: RotaryTables,
+        position: Tensor,
+        positions: Tensor,
+        bounds: AttentionBounds,
+        key_cache: Tensor,
+        value_cache: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        attended, key_cache, value_cache = self.attention(
+            self.attention_norm(hidden), rotary, position, positions, bounds, key_cache, value_cache
+        )
+        hidden = hidden + attended
+        return hidden + self.mlp(self.mlp_norm(hidden)), key_cache, value_cache
+
+
+class Decoder(nn.Module):
+    """Embeddings [B, S, H] at position [B] on caches [B, kv heads, N, D] → hidden after the final norm, taps, updated caches.
+
+    ``tap_layers`` are 0-based; the tap of the last layer is read after the final norm, as the reference implementations read it.
+    """
+
+    def __init__(self, config: DecoderConfig, tap_layers: tuple[int, ...], num_positions: int, attention_form: AttentionForm) -> None:
+        super().__init__()
+        self.config = config
+        self.tap_layers = tap_layers
+        self.num_positions = num_positions
+        self.attention_form = attention_form
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = rotary_tables(config.rope, num_positions)
+
+    def forward(
+        self, embeddings: Tensor, position: Tensor, key_caches: list[Tensor], value_caches: list[Tensor]
+    ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+        num_rows = embeddings.shape[1]
+        positions = position[:, None] + torch.arange(num_rows, device=position.device)[None, :]
+        if self.attention_form is AttentionForm.LENGTH:
+            bounds = AttentionBounds(causal=True, key_lengths=position + num_rows)
+        else:
+            columns = torch.arange(self.num_positions, device=position.device)
+            bounds = AttentionBounds(causal=True, mask=columns[None, None, None, :] <= positions[:, None, :, None])
+
+        hidden = embeddings
+        after_layer: list[Tensor] = []
+        new_keys: list[Tensor] = []
+        new_values: list[Tensor] = []
+        for layer, old_keys, old_values in zip(self.layers, key_caches, value_caches, strict=True):
+            hidden, keys, values = layer(hidden, self.rotary, position, positions, bounds, old_keys, old_values)
+            after_layer.append(hidden)
+            new_keys.append(keys)
+            new_values.append(values)
+        hidden = self.norm(hidden)
+        after_layer[-1] = hidden
+        taps = torch.cat([after_layer[index] for index in self.tap_layers], dim=-1)
+        return hidden, taps, new_keys, new_values
+
+
+class Embedding(nn.Module):
+    """Token ids [B, S] → embeddings [B, S, H]; table [V, H]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.table)
+
+
+class Head(nn.Module):
+    """Hidden [B, S, H] and the wanted rows [B, R] → logits [B, R, V] in fp32 and their argmax [B, R].
+
+    The table stays [V, H] as it lies in the checkpoint, so that a tied embedding is stored once.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+
+    def forward(self, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        wanted = select_rows(hidden, rows).reshape(-1, hidden.shape[2])
+        logits = nn.functional.linear(wanted, self.table).float()
+        logits = logits.reshape(rows.shape[0], rows.shape[1], self.table.shape[0])
+        return logits, logits.argmax(dim=-1)
+
+
+def select_rows(states: Tensor, rows: Tensor) -> Tensor:
+    """states [B, S, H], rows [B, R] → [B, R, H]: one Gather over the flattened rows."""
+    batch, num_rows, width = states.shape
+    offsets = torch.arange(batch, device=rows.device)[:, None] * num_rows
+    flat = states.reshape(batch * num_rows, width).index_select(0, (rows + offsets).reshape(-1))
+    return flat.reshape(batch, rows.shape[1], width)

@@ -1,0 +1,169 @@
+"""The DFlash drafter: fills a whole block in one forward pass, from the target's taps and the block's embeddings.
+
+Its cache holds, per layer, the keys and values of verified context rows and behind them the block's own, which the next round overwrites.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from xpress_export.models.decoder import DecoderConfig, select_rows
+from xpress_export.models.layers import (
+    AttentionBounds,
+    Linear,
+    RmsNorm,
+    RotaryTables,
+    SwiGlu,
+    merge_heads,
+    split_heads,
+)
+from xpress_export.models.ops import cache_update
+from xpress_export.models.rope import rotary_tables
+from xpress_runtime.sets import AttentionForm
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """A drafter's backbone and what ties it to its target. ``tap_layers`` are 0-based target layers."""
+
+    backbone: DecoderConfig
+    block_size: int
+    mask_token_id: int
+    tap_layers: tuple[int, ...]
+    num_target_layers: int
+
+
+@dataclass(frozen=True)
+class CacheRun:
+    """The one contiguous run of rows that a call writes into every cache.
+
+    ``source`` [B, S + P] picks, from context rows followed by block rows, the new context rows and then the block's; rows behind them are
+    garbage that the next call overwrites. ``positions`` [B, S + P] are their rotary positions.
+    """
+
+    start: Tensor
+    source: Tensor
+    positions: Tensor
+    block_positions: Tensor
+
+
+class DrafterAttention(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.query = Linear(config.hidden_size, config.q_width, bias=config.qkv_bias)
+        self.key_value = Linear(config.hidden_size, 2 * config.kv_width, bias=config.qkv_bias)
+        self.output = Linear(config.q_width, config.hidden_size, bias=config.output_bias)
+        self.q_norm = RmsNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RmsNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self,
+        states: Tensor,
+        context: Tensor,
+        rotary: RotaryTables,
+        run: CacheRun,
+        bounds: AttentionBounds,
+        key_cache: Tensor,
+        value_cache: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        config = self.config
+        rows = select_rows(torch.cat([context, states], dim=1), run.source)
+        key, value = self.key_value(rows).split([config.kv_width, config.kv_width], dim=-1)
+        query = self.q_norm(split_heads(self.query(states), config.num_heads, config.head_dim))
+        key = self.k_norm(split_heads(key, config.num_kv_heads, config.head_dim))
+        value = split_heads(value, config.num_kv_heads, config.head_dim).transpose(1, 2)
+        query = rotary(query.transpose(1, 2), run.block_positions)
+        key = rotary(key.transpose(1, 2), run.positions)
+        key_cache = cache_update(key_cache, key, run.start)
+        value_cache = cache_update(value_cache, value, run.start)
+        attended = bounds.attend(query, key_cache, value_cache, config.head_dim**-0.5)
+        return self.output(merge_heads(attended)), key_cache, value_cache
+
+
+class DrafterLayer(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = DrafterAttention(config)
+        self.mlp_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGlu(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        context: Tensor,
+        rotary: RotaryTables,
+        run: CacheRun,
+        bounds: AttentionBounds,
+        key_cache: Tensor,
+        value_cache: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        attended, key_cache, value_cache = self.attention(self.attention_norm(hidden), context, rotary, run, bounds, key_cache, value_cache)
+        hidden = hidden + attended
+        return hidden + self.mlp(self.mlp_norm(hidden)), key_cache, value_cache
+
+
+class Drafter(nn.Module):
+    """Block embeddings [B, P, H] and taps [B, S, T·H] → drafted hidden [B, P, H] (after the norm) and updated caches.
+
+    The first ``block_position - context_position`` (≤ S) tap rows are new context and are stored from ``context_position`` on; the block
+    stands right behind them at ``block_position``. Block rows see every context column and each other.
+    """
+
+    def __init__(self, config: DrafterConfig, num_positions: int, attention_form: AttentionForm) -> None:
+        super().__init__()
+        backbone = config.backbone
+        self.config = config
+        self.num_positions = num_positions
+        self.attention_form = attention_form
+        self.fc = Linear(len(config.tap_layers) * backbone.hidden_size, backbone.hidden_size)
+        self.hidden_norm = RmsNorm(backbone.hidden_size, backbone.rms_norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(backbone) for _ in range(backbone.num_layers))
+        self.norm = RmsNorm(backbone.hidden_size, backbone.rms_norm_eps)
+        self.rotary = rotary_tables(backbone.rope, num_positions)
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        taps: Tensor,
+        context_position: Tensor,
+        block_position: Tensor,
+        key_caches: list[Tensor],
+        value_caches: list[Tensor],
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        context = self.hidden_norm(self.fc(taps))
+        run = self._cache_run(taps.shape[1], context_position, block_position)
+        bounds = self._bounds(block_position)
+
+        hidden = embeddings
+        new_keys: list[Tensor] = []
+        new_values: list[Tensor] = []
+        for layer, old_keys, old_values in zip(self.layers, key_caches, value_caches, strict=True):
+            hidden, keys, values = layer(hidden, context, self.rotary, run, bounds, old_keys, old_values)
+            new_keys.append(keys)
+            new_values.append(values)
+        return self.norm(hidden), new_keys, new_values
+
+    def _cache_run(self, num_tap_rows: int, context_position: Tensor, block_position: Tensor) -> CacheRun:
+        block_size = self.config.block_size
+        index = torch.arange(num_tap_rows + block_size, device=block_position.device)[None, :]
+        num_context = (block_position - context_position)[:, None]
+        block_row = (index - num_context).clamp(0, block_size - 1)
+        return CacheRun(
+            start=context_position,
+            source=torch.where(index < num_context, index, num_tap_rows + block_row),
+            positions=context_position[:, None] + index,
+            block_positions=block_position[:, None] + torch.arange(block_size, device=block_position.device)[None, :],
+        )
+
+    def _bounds(self, block_position: Tensor) -> AttentionBounds:
+        lengths = block_position + self.config.block_size
+        if self.attention_form is AttentionForm.LENGTH:
+            return AttentionBounds(causal=False, key_lengths=lengths)
+        columns = torch.arange(self.num_positions, device=lengths.device)
+        visible = columns[None, None, None, :] < lengths[:, None, None, None]
+        return AttentionBounds(causal=False, mask=visible.expand(-1, -1, self.config.block_size, -1))

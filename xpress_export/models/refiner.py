@@ -1,0 +1,120 @@
+"""The xPress refiner: K parallel Jacobi passes that add a causal logit bias to the drafter's block.
+
+Parameter names follow the paper's head: ``w1`` looks up the previous token, ``w2`` reads the bias out, ``mix`` is the causal mixer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from xpress_export.models.layers import Linear, SwiGlu
+
+
+@dataclass(frozen=True)
+class RefinerConfig:
+    """Sizes of a refiner; ``num_passes`` and ``shortlist`` are the checkpoint's own defaults (0 = full vocabulary)."""
+
+    hidden_size: int
+    vocab_size: int
+    rank: int
+    mlp_hidden: int
+    block_size: int
+    num_passes: int
+    shortlist: int
+
+
+class Refiner(nn.Module):
+    """Hidden [B, P, H], base logits [B, P-1, V] fp32, anchor [B], predecessor [B] → refined drafts and scores after ``num_passes``."""
+
+    def __init__(self, config: RefinerConfig) -> None:
+        super().__init__()
+        rank = config.rank
+        self.config = config
+        self.w1 = nn.Parameter(torch.empty(config.vocab_size, rank), requires_grad=False)
+        self.w2 = nn.Parameter(torch.empty(config.vocab_size, rank), requires_grad=False)
+        self.down_h = Linear(config.hidden_size, rank)
+        self.down_g = Linear(config.hidden_size, rank)
+        # in_proj of the paper, split by what it reads: only the previous token's third changes between passes.
+        self.in_hidden = Linear(2 * rank, rank)
+        self.in_token = Linear(rank, rank)
+        # tril(L) + I, folded once: [r, P, P].
+        self.mix = nn.Parameter(torch.empty(rank, config.block_size, config.block_size), requires_grad=False)
+        self.mlp = SwiGlu(rank, config.mlp_hidden)
+
+    def forward(
+        self, hidden: Tensor, base_logits: Tensor, anchor: Tensor, predecessor: Tensor, num_passes: int, shortlist: int
+    ) -> RefinedBlock:
+        static = self._static_half(hidden)
+        known = torch.stack([predecessor, anchor], dim=1)
+        readout = ShortlistReadout(base_logits, self.w2, shortlist) if shortlist else FullReadout(base_logits, self.w2)
+        drafts, scores = readout.seed, readout.base
+        passes = [drafts]
+        for _ in range(num_passes):
+            previous = torch.cat([known, drafts[:, :-1]], dim=1)
+            scores = readout.refine(self._update(static, previous)[:, 1:])
+            drafts = readout.pick(scores)
+            passes.append(drafts)
+        return RefinedBlock(drafts=drafts, scores=scores, candidates=readout.candidates, passes=passes)
+
+    def _static_half(self, hidden: Tensor) -> Tensor:
+        mean = hidden.mean(dim=1, keepdim=True).expand(-1, hidden.shape[1], -1)
+        projected: Tensor = self.in_hidden(torch.cat([self.down_h(hidden), self.down_g(mean)], dim=-1))
+        return projected
+
+    def _update(self, static: Tensor, previous: Tensor) -> Tensor:
+        z = static + self.in_token(nn.functional.embedding(previous, self.w1))
+        mixed = (self.mix[None] * z.transpose(1, 2)[:, :, None, :]).sum(dim=-1).transpose(1, 2)
+        updated: Tensor = mixed + self.mlp(mixed)
+        return updated
+
+
+@dataclass(frozen=True)
+class RefinedBlock:
+    """``drafts`` [B, P-1], ``scores`` [B, P-1, V] (or [B, P-1, C] over ``candidates``), the drafts after the seed and after each pass."""
+
+    drafts: Tensor
+    scores: Tensor
+    candidates: Tensor | None
+    passes: list[Tensor]
+
+
+class FullReadout:
+    """Scores every token of the vocabulary."""
+
+    candidates: Tensor | None = None
+
+    def __init__(self, base: Tensor, w2: Tensor) -> None:
+        self.base = base
+        self.w2 = w2
+        self.seed = base.argmax(dim=-1)
+
+    def refine(self, update: Tensor) -> Tensor:
+        """update [B, P-1, r] → refined logits [B, P-1, V]."""
+        flat = nn.functional.linear(update.reshape(-1, update.shape[2]), self.w2)
+        return self.base + flat.reshape(self.base.shape).float()
+
+    def pick(self, scores: Tensor) -> Tensor:
+        return scores.argmax(dim=-1)
+
+
+class ShortlistReadout:
+    """Scores only the base logits' best C candidates of each slot; their w2 rows are gathered once per block."""
+
+    def __init__(self, base: Tensor, w2: Tensor, size: int) -> None:
+        top = base.topk(size, dim=-1)
+        self.base = top.values
+        self.candidates: Tensor | None = top.indices
+        self.seed = top.indices[..., 0]
+        self.rows = nn.functional.embedding(top.indices, w2)
+
+    def refine(self, update: Tensor) -> Tensor:
+        """update [B, P-1, r] → refined logits of the candidates [B, P-1, C]."""
+        return self.base + (self.rows @ update[..., None])[..., 0].float()
+
+    def pick(self, scores: Tensor) -> Tensor:
+        assert self.candidates is not None
+        best = scores.argmax(dim=-1, keepdim=True)
+        return self.candidates.gather(-1, best)[..., 0]

@@ -1,0 +1,1 @@
+"""Graph by graph and end to end against PyTorch references."""
