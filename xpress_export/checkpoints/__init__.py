@@ -1,1 +1,16 @@
 """Published checkpoint formats, read into one description and named tensors."""
+
+from xpress_export.checkpoints.drafter import DrafterCheckpoint, open_drafter
+from xpress_export.checkpoints.locate import Location, locate
+from xpress_export.checkpoints.pairing import check_pairing
+from xpress_export.checkpoints.target import TargetCheckpoint, open_target
+
+__all__ = [
+    "DrafterCheckpoint",
+    "Location",
+    "TargetCheckpoint",
+    "check_pairing",
+    "locate",
+    "open_drafter",
+    "open_target",
+]

@@ -1,0 +1,37 @@
+# Everything runs in one virtual environment that this file makes. `make help` lists the targets.
+PYTHON ?= python3
+VENV ?= .venv
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 14
+
+demo: $(VENV)/.installed  ## fetch a real model, build its bundle, measure plain and speculative decoding
+	$(VENV)/bin/xpress-export demo
+
+test: check  ## check, then every test but those marked slow
+	$(VENV)/bin/python -m pytest -m "not slow and not gpu"
+
+test-all: check  ## check, then every test that needs no GPU
+	$(VENV)/bin/python -m pytest -m "not gpu"
+
+check: $(VENV)/.installed-dev  ## linter, formatting, types
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
+	$(VENV)/bin/python -m mypy
+
+clean:  ## back to a fresh clone; the demo's download cache outside the checkout stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find xpress_export engines runtime tests -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamps say what is installed. They are written last, so an interrupted installation is taken up again.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[cpu,export]'
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[cpu,export,dev]'
+	touch $@

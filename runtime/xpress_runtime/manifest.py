@@ -1,0 +1,236 @@
+"""What ``bundle.json`` says: plain records, written by the build and read by the runtime.
+
+Knows the layout of the description; knows nothing about files, backends or graphs' contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from xpress_runtime.errors import BundleError
+from xpress_runtime.fields import Fields
+from xpress_runtime.version import BUNDLE_FORMAT
+
+MANIFEST_FILE = "bundle.json"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a checkpoint came from. ``identity`` is a sha256 over its config and tensors."""
+
+    source: str
+    revision: str | None
+    licence: str | None
+    identity: str
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Key and value caches of one model: ``num_layers`` pairs of [batch, num_kv_heads, cache rows, head_dim]."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def elements(self, batch: int, cache_rows: int) -> int:
+        """Number of elements of all caches of the model."""
+        return 2 * self.num_layers * batch * self.num_kv_heads * cache_rows * self.head_dim
+
+
+@dataclass(frozen=True)
+class TargetRecord:
+    """The target of a bundle."""
+
+    origin: Origin
+    model_type: str
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    stop_token_ids: tuple[int, ...]
+    caches: CacheShape
+
+
+@dataclass(frozen=True)
+class DrafterRecord:
+    """The drafter of a bundle; ``refiner_rank`` is None for a bare DFlash drafter."""
+
+    origin: Origin
+    block_size: int
+    mask_token_id: int
+    tap_layers: tuple[int, ...]
+    refiner_rank: int | None
+    trained_with_thinking: bool | None
+    caches: CacheShape
+
+    @property
+    def num_proposals(self) -> int:
+        """Tokens that one block proposes: all slots but the anchor's."""
+        return self.block_size - 1
+
+
+@dataclass(frozen=True)
+class GraphRecord:
+    """One graph file and how often each operator occurs in it."""
+
+    file: str
+    operators: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class GraphSet:
+    """The graphs of one precision and attention form, by graph name."""
+
+    precision: str
+    attention_form: str
+    graphs: Mapping[str, GraphRecord]
+
+    @property
+    def name(self) -> str:
+        return f"{self.precision}-{self.attention_form}"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size and content of one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of ``bundle.json``.
+
+    ``num_passes`` lists the built numbers of Jacobi passes, the default first; ``capacity`` is in tokens (prompt and output together), and
+    ``cache_rows`` is larger by the longest overhang of a chunk or block. ``parity`` is what the last parity run found, or None.
+    """
+
+    target: TargetRecord
+    drafter: DrafterRecord
+    num_passes: tuple[int, ...]
+    shortlist: int
+    capacity: int
+    cache_rows: int
+    prefill_chunk: int
+    batch: int
+    graph_sets: tuple[GraphSet, ...]
+    has_tokenizer: bool
+    files: Mapping[str, FileRecord]
+    built_with: Mapping[str, str]
+    parity: Mapping[str, Any] | None = field(default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object, the format version first."""
+        return {"format_version": BUNDLE_FORMAT, **asdict(self)}
+
+    def with_parity(self, parity: Mapping[str, Any]) -> Manifest:
+        return replace(self, parity=parity)
+
+    def graph_set(self, name: str) -> GraphSet:
+        """The set of that name; BundleError lists what there is."""
+        for graph_set in self.graph_sets:
+            if graph_set.name == name:
+                return graph_set
+        names = ", ".join(graph_set.name for graph_set in self.graph_sets)
+        raise BundleError(f"the bundle holds no graph set {name} (it holds: {names}); build it again with the precision you need")
+
+
+def read_manifest(fields: Fields) -> Manifest:
+    """Check and convert a parsed ``bundle.json``; BundleError names the field that is wrong."""
+    version = fields.integer("format_version")
+    if version != BUNDLE_FORMAT:
+        age = "newer" if version > BUNDLE_FORMAT else "older"
+        raise BundleError(
+            f"{fields.origin}: bundle format {version} is {age} than this runtime reads ({BUNDLE_FORMAT}); "
+            "use the release that built it, or build the bundle again"
+        )
+    manifest = Manifest(
+        target=_target(fields.nested("target")),
+        drafter=_drafter(fields.nested("drafter")),
+        num_passes=fields.integers("num_passes"),
+        shortlist=fields.integer("shortlist"),
+        capacity=fields.integer("capacity", 1),
+        cache_rows=fields.integer("cache_rows", 1),
+        prefill_chunk=fields.integer("prefill_chunk", 1),
+        batch=fields.integer("batch", 1),
+        graph_sets=tuple(_graph_set(entry) for entry in _objects(fields, "graph_sets")),
+        has_tokenizer=fields.boolean("has_tokenizer"),
+        files={name: _file(entry) for name, entry in _entries(fields.nested("files"))},
+        built_with=dict(fields.nested("built_with").values),
+        parity=fields.nested("parity").values if "parity" in fields else None,
+    )
+    _check(manifest, fields.origin)
+    return manifest
+
+
+def _check(manifest: Manifest, origin: str) -> None:
+    num_proposals = manifest.drafter.num_proposals
+    if 0 not in manifest.num_passes or max(manifest.num_passes) > num_proposals:
+        raise BundleError(f"{origin}: num_passes {list(manifest.num_passes)} must contain 0 and stay at most {num_proposals}")
+    if manifest.cache_rows < manifest.capacity + manifest.prefill_chunk + manifest.drafter.block_size:
+        raise BundleError(f"{origin}: {manifest.cache_rows} cache rows cannot hold a capacity of {manifest.capacity} tokens")
+    for graph_set in manifest.graph_sets:
+        for graph in graph_set.graphs.values():
+            if graph.file not in manifest.files:
+                raise BundleError(f"{origin}: graph file {graph.file} of set {graph_set.name} is not among 'files'")
+
+
+def _target(fields: Fields) -> TargetRecord:
+    return TargetRecord(
+        origin=_origin(fields.nested("origin")),
+        model_type=fields.text("model_type"),
+        hidden_size=fields.integer("hidden_size", 1),
+        vocab_size=fields.integer("vocab_size", 1),
+        max_positions=fields.integer("max_positions", 1),
+        stop_token_ids=fields.integers("stop_token_ids"),
+        caches=_caches(fields.nested("caches")),
+    )
+
+
+def _drafter(fields: Fields) -> DrafterRecord:
+    return DrafterRecord(
+        origin=_origin(fields.nested("origin")),
+        block_size=fields.integer("block_size", 2),
+        mask_token_id=fields.integer("mask_token_id"),
+        tap_layers=fields.integers("tap_layers"),
+        refiner_rank=fields.integer("refiner_rank", 1) if "refiner_rank" in fields else None,
+        trained_with_thinking=fields.boolean("trained_with_thinking") if "trained_with_thinking" in fields else None,
+        caches=_caches(fields.nested("caches")),
+    )
+
+
+def _origin(fields: Fields) -> Origin:
+    return Origin(
+        source=fields.text("source"),
+        revision=fields.text("revision") if "revision" in fields else None,
+        licence=fields.text("licence") if "licence" in fields else None,
+        identity=fields.text("identity"),
+    )
+
+
+def _caches(fields: Fields) -> CacheShape:
+    return CacheShape(fields.integer("num_layers", 1), fields.integer("num_kv_heads", 1), fields.integer("head_dim", 1))
+
+
+def _graph_set(fields: Fields) -> GraphSet:
+    graphs = {
+        name: GraphRecord(entry.text("file"), dict(entry.nested("operators").values)) for name, entry in _entries(fields.nested("graphs"))
+    }
+    return GraphSet(fields.text("precision"), fields.text("attention_form"), graphs)
+
+
+def _file(fields: Fields) -> FileRecord:
+    return FileRecord(fields.integer("bytes", maximum=2**63), fields.text("sha256"))
+
+
+def _entries(fields: Fields) -> list[tuple[str, Fields]]:
+    return [(name, fields.nested(name)) for name in fields]
+
+
+def _objects(fields: Fields, name: str) -> list[Fields]:
+    values = fields.required(name)
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise BundleError(f"{fields.origin}: field '{name}' must be a list of objects")
+    return [Fields(value, f"{fields.origin}: {name}[{index}]", fields.error) for index, value in enumerate(values)]

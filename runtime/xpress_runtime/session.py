@@ -1,0 +1,239 @@
+"""The public face of the runtime: open a bundle, generate from prompts, chat messages or token ids, stream text.
+
+A session owns one plan (its caches and buffers) and serves one generation at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from xpress_runtime.backends import Backend, open_backend
+from xpress_runtime.bundle import Bundle
+from xpress_runtime.errors import OptionError, PromptError
+from xpress_runtime.generation import GenerationConfig, GenerationResult, Piece
+from xpress_runtime.loop import PlainLoop, SpeculativeLoop
+from xpress_runtime.plan import Plan
+from xpress_runtime.progress import RequestProgress
+from xpress_runtime.stats import GenerationStats, Stage
+from xpress_runtime.tokenizer import TextTokenizer
+
+logger = logging.getLogger("xpress_runtime.session")
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class WarningThresholds:
+    """When a generation is worth a warning: acceptance rate below, or a mean round slower than this many milliseconds."""
+
+    acceptance_rate: float = 0.05
+    round_ms: float = 5000.0
+
+
+class Session:
+    """A bundle on a backend. Use :meth:`open`; a context manager."""
+
+    def __init__(self, bundle: Bundle, backend: Backend, thresholds: WarningThresholds | None = None) -> None:
+        self.bundle = bundle
+        self.backend = backend
+        self.thresholds = thresholds or WarningThresholds()
+        folder = bundle.tokenizer_folder
+        self.tokenizer = TextTokenizer.open(folder) if folder is not None else None
+        self._plan: Plan | None = Plan(bundle, backend)
+        # Counts generations: a stream that is no longer the latest one has lost its caches.
+        self._generation = 0
+
+    @classmethod
+    def open(
+        cls,
+        bundle: str | os.PathLike[str],
+        backend: str = "auto",
+        *,
+        threads: int | None = None,
+        verify: bool = True,
+        thresholds: WarningThresholds | None = None,
+    ) -> Self:
+        """Open a bundle folder on a backend.
+
+        ``threads``: threads of one operator, None for all usable cores. ``verify``: hash every file first. Raises BundleError, OptionError
+        and EnvironmentProblem.
+        """
+        if threads is not None and threads < 1:
+            raise OptionError(f"threads is {threads}, expected at least 1")
+        return cls(Bundle.open(bundle, verify=verify), open_backend(backend, threads=threads), thresholds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back; the session cannot be used afterwards."""
+        self._plan = None
+
+    def generate(self, prompt: Prompt, config: GenerationConfig | None = None) -> GenerationResult:
+        """Generate to the end. ``prompt``: text, chat messages ({"role", "content"} each), or token ids. Raises PromptError and OptionError."""
+        stream = self.stream(prompt, config)
+        for _ in stream:
+            pass
+        return stream.result
+
+    def stream(self, prompt: Prompt, config: GenerationConfig | None = None) -> GenerationStream:
+        """Generate piece by piece. Input is checked here, before the first piece is asked for; work begins with the first piece.
+
+        A stream may be abandoned at any point; beginning another one on this session ends it.
+        """
+        config = config or GenerationConfig()
+        plan = self._open_plan()
+        tokens = self.encode(prompt)
+        room = self._room(tokens)
+        if config.stop and self.tokenizer is None:
+            raise OptionError("stop strings need a tokenizer, and this bundle has none; use stop_token_ids")
+        progress = RequestProgress(config, stop_token_ids=self.bundle.manifest.target.stop_token_ids, room=room, tokenizer=self.tokenizer)
+        self._generation += 1
+        return GenerationStream(self, plan, self._loop(plan, config), tokens, progress, self._generation)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt as token ids, as the target's tokenizer and chat template make them. Raises PromptError."""
+        if isinstance(prompt, str):
+            tokens = self._tokenizer().encode(prompt)
+        elif all(isinstance(item, Mapping) for item in prompt) and prompt:
+            tokens = self._tokenizer().encode_chat([item for item in prompt if isinstance(item, Mapping)])
+        else:
+            tokens = _token_ids(prompt, self.bundle.manifest.target.vocab_size)
+        if not tokens:
+            raise PromptError("the prompt is empty; give at least one token")
+        return tokens
+
+    def is_latest(self, generation: int) -> bool:
+        """Whether the caches still belong to this generation."""
+        return self._plan is not None and generation == self._generation
+
+    def _loop(self, plan: Plan, config: GenerationConfig) -> SpeculativeLoop | PlainLoop:
+        if config.speculation == "off":
+            return PlainLoop(plan)
+        built = self.bundle.manifest.num_passes
+        num_passes = built[0] if config.num_passes is None else config.num_passes
+        if num_passes not in built:
+            choices = ", ".join(str(passes) for passes in sorted(built))
+            raise OptionError(f"num_passes is {num_passes}, and the bundle was built for {choices}; choose one or build it again")
+        return SpeculativeLoop(plan, num_passes)
+
+    def _room(self, tokens: Sequence[int]) -> int:
+        capacity = self.bundle.manifest.capacity
+        if len(tokens) >= capacity:
+            raise PromptError(
+                f"the prompt has {len(tokens)} tokens and the bundle's capacity is {capacity} for prompt and output together; "
+                "shorten the prompt or build the bundle with a larger --capacity"
+            )
+        return capacity - len(tokens)
+
+    def _tokenizer(self) -> TextTokenizer:
+        if self.tokenizer is None:
+            raise PromptError("this bundle has no tokenizer, so it takes token ids only")
+        return self.tokenizer
+
+    def _open_plan(self) -> Plan:
+        if self._plan is None:
+            raise OptionError("this session is closed; open another one")
+        return self._plan
+
+
+class GenerationStream(Iterator[Piece]):
+    """Pieces of one generation as they become final. ``result`` is there once it has ended."""
+
+    def __init__(
+        self,
+        session: Session,
+        plan: Plan,
+        loop: SpeculativeLoop | PlainLoop,
+        prompt: Sequence[int],
+        progress: RequestProgress,
+        generation: int,
+    ) -> None:
+        speculative = isinstance(loop, SpeculativeLoop)
+        self.stats = GenerationStats(
+            prompt_tokens=len(prompt),
+            num_proposals=plan.block_size - 1 if speculative else 0,
+            num_passes=loop.num_passes if isinstance(loop, SpeculativeLoop) else None,
+        )
+        self._session = session
+        self._plan = plan
+        self._loop = loop
+        self._prompt = prompt
+        self._progress = progress
+        self._generation = generation
+
+    @property
+    def result(self) -> GenerationResult:
+        """The finished generation; OptionError while the stream has not ended."""
+        if self._progress.finish_reason is None:
+            raise OptionError("the stream has not ended; take its pieces first")
+        return GenerationResult(self._progress.text, tuple(self._progress.tokens), self._progress.finish_reason, self.stats)
+
+    @property
+    def finished(self) -> bool:
+        return self._progress.finish_reason is not None
+
+    def __next__(self) -> Piece:
+        if self.finished:
+            raise StopIteration
+        if not self._session.is_latest(self._generation):
+            raise OptionError("this stream ended when another one began on its session; open a session for each that runs at a time")
+        piece = self._first() if not self._progress.tokens else self._round()
+        if self.finished:
+            self._plan.stop(0)
+            self._report()
+        return piece
+
+    def _first(self) -> Piece:
+        return self._progress.push([self._loop.start(0, self._prompt, self.stats)])
+
+    def _round(self) -> Piece:
+        started = time.perf_counter()
+        committed = self._loop.round(self.stats)
+        num_emitted = int(committed.num_emitted[0])
+        piece = self._progress.push(committed.tokens[0, :num_emitted].tolist())
+        self.stats.acceptance_lengths.append(num_emitted)
+        self.stats.kept_lengths.append(len(piece.tokens))
+        self.stats.decode_seconds += time.perf_counter() - started
+        return piece
+
+    def _report(self) -> None:
+        stats = self.stats
+        if not stats.rounds:
+            return
+        tau, per_token = stats.mean_acceptance_length, stats.ms_per_token
+        logger.info(
+            "%d tokens in %d rounds, mean acceptance length %.2f, %.1f ms per token; "
+            "prefill %.0f, draft %.0f, refine %.0f, verify %.0f, host %.0f ms",
+            stats.output_tokens,
+            stats.rounds,
+            tau,
+            per_token,
+            1e3 * stats.prefill_seconds,
+            *(1e3 * stats.stage_seconds[stage] for stage in (Stage.DRAFT, Stage.REFINE, Stage.VERIFY)),
+            1e3 * stats.host_seconds,
+        )
+        thresholds = self._session.thresholds
+        if stats.acceptance_rate is not None and stats.acceptance_rate < thresholds.acceptance_rate:
+            logger.warning(
+                "acceptance rate %.3f is below %.3f: the drafter hardly fits this text", stats.acceptance_rate, thresholds.acceptance_rate
+            )
+        round_ms = 1e3 * stats.decode_seconds / stats.rounds
+        if round_ms > thresholds.round_ms:
+            logger.warning("a round took %.0f ms on average, more than %.0f ms", round_ms, thresholds.round_ms)
+
+
+def _token_ids(prompt: Sequence[Any], vocab_size: int) -> list[int]:
+    for index, token in enumerate(prompt):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise PromptError(f"prompt item {index} is {token!r}, expected a token id from 0 to {vocab_size - 1}")
+    return list(prompt)

@@ -1,0 +1,135 @@
+"""What a generation measured: acceptance, and where its time went.
+
+Counts refer to tokens that were kept. The first token comes from the prompt's prefill and belongs to no round.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Stage(Enum):
+    """Where graph time goes. Draft: drafter and base logits; refine: Jacobi passes; verify: target and acceptance (all of a plain step)."""
+
+    PREFILL = "prefill"
+    DRAFT = "draft"
+    REFINE = "refine"
+    VERIFY = "verify"
+
+
+@dataclass
+class GenerationStats:
+    """Counts and times of one generation.
+
+    ``acceptance_lengths``: accepted drafts + 1 of every round as verified. ``kept_lengths``: tokens of every round that were kept; only the
+    last can be shorter, where a stop or a limit cut it.
+    """
+
+    prompt_tokens: int
+    num_proposals: int
+    num_passes: int | None
+    acceptance_lengths: list[int] = field(default_factory=list)
+    kept_lengths: list[int] = field(default_factory=list)
+    stage_seconds: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
+    decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+
+    @property
+    def rounds(self) -> int:
+        """Verifications by the target (in plain decoding: steps)."""
+        return len(self.kept_lengths)
+
+    @property
+    def output_tokens(self) -> int:
+        return 1 + sum(self.kept_lengths)
+
+    @property
+    def proposed(self) -> int:
+        return self.rounds * self.num_proposals
+
+    @property
+    def accepted(self) -> int:
+        """Accepted drafts among the kept tokens."""
+        return sum(min(kept, length - 1) for kept, length in zip(self.kept_lengths, self.acceptance_lengths, strict=True))
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / proposed; None where nothing was proposed."""
+        return self.accepted / self.proposed if self.proposed else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """τ: kept tokens per verification; None without a round."""
+        return sum(self.kept_lengths) / self.rounds if self.rounds else None
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """For each proposal slot 1 … P-1, the share of rounds in which it was accepted."""
+        if not self.rounds:
+            return []
+        return [sum(length > slot for length in self.acceptance_lengths) / self.rounds for slot in range(1, self.num_proposals + 1)]
+
+    @property
+    def host_seconds(self) -> float:
+        """Decoding time that is not graph execution."""
+        graphs = sum(self.stage_seconds[stage] for stage in (Stage.DRAFT, Stage.REFINE, Stage.VERIFY))
+        return max(self.decode_seconds - graphs, 0.0)
+
+    @property
+    def ms_per_token(self) -> float | None:
+        """Decoding milliseconds per kept token, prefill and the first token left out; None where only the first was made."""
+        tokens = self.output_tokens - 1
+        return 1e3 * self.decode_seconds / tokens if tokens else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        per_token = self.ms_per_token
+        return 1e3 / per_token if per_token else None
+
+    @contextmanager
+    def stage(self, stage: Stage) -> Iterator[None]:
+        """Count the time of the block under ``stage``."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stage_seconds[stage] += time.perf_counter() - started
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures, times in milliseconds."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "num_passes": self.num_passes,
+            "rounds": self.rounds,
+            "proposed": self.proposed,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "acceptance_by_position": self.acceptance_by_position,
+            "prefill_ms": 1e3 * self.prefill_seconds,
+            "draft_ms": 1e3 * self.stage_seconds[Stage.DRAFT],
+            "refine_ms": 1e3 * self.stage_seconds[Stage.REFINE],
+            "verify_ms": 1e3 * self.stage_seconds[Stage.VERIFY],
+            "host_ms": 1e3 * self.host_seconds,
+            "decode_ms": 1e3 * self.decode_seconds,
+            "ms_per_token": self.ms_per_token,
+            "tokens_per_second": self.tokens_per_second,
+            "peak_memory_bytes": peak_memory_bytes(),
+        }
+
+
+def peak_memory_bytes() -> int | None:
+    """The largest resident size of this process so far; None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if sys.platform == "darwin" else peak * 1024)

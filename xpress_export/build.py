@@ -1,0 +1,124 @@
+"""Checkpoints → bundle: pairs target and drafter, exports the graphs, adds tokenizer and manifest, all in a staging folder.
+
+Knows the layout of a bundle; knows nothing about the command line or about parity.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
+from xpress_export.checkpoints.tokenizer_files import write_tokenizer
+from xpress_export.graph_set import export_graph_set
+from xpress_export.graphs.exporter import ExportedGraph
+from xpress_export.models.decoder import DecoderConfig
+from xpress_export.options import BuildOptions
+from xpress_export.staging import staged_folder
+from xpress_runtime.bundle import TOKENIZER_FOLDER, Bundle, file_sha256, write_manifest
+from xpress_runtime.manifest import CacheShape, DrafterRecord, FileRecord, GraphRecord, GraphSet, Manifest, Origin, TargetRecord
+from xpress_runtime.sets import AttentionForm
+from xpress_runtime.version import VERSION
+
+Report = Callable[[str], None]
+
+PRECISION = "fp32"
+_BUILT_WITH = ("torch", "onnx", "onnxscript", "onnxruntime", "transformers")
+
+
+def build_bundle(
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    output: Path,
+    options: BuildOptions,
+    *,
+    replace: bool = False,
+    report: Report = lambda _: None,
+) -> Bundle:
+    """Write a bundle to ``output``; it appears there complete or not at all. ``report`` hears each step's name as it begins.
+
+    ``target`` and ``drafter`` must have passed :func:`xpress_export.checkpoints.check_pairing`. Raises OutputError and CheckpointError.
+    """
+    form = AttentionForm.LENGTH
+    graph_set = GraphSet(PRECISION, form.value, {})
+    with staged_folder(output, needed_bytes=weight_bytes(target, drafter), replace=replace) as staging:
+        report("tokenizer")
+        tokenizer = write_tokenizer(target.location.path, staging / TOKENIZER_FOLDER)
+        graphs_folder = staging / "graphs" / graph_set.name
+        graphs_folder.mkdir(parents=True)
+        exported = export_graph_set(target, drafter, options, graphs_folder, attention_form=form, report=report)
+        report("manifest")
+        graphs = {name: _graph_record(graph, staging) for name, graph in exported.items()}
+        manifest = Manifest(
+            target=_target_record(target),
+            drafter=_drafter_record(drafter),
+            num_passes=options.num_passes,
+            shortlist=options.shortlist,
+            capacity=options.capacity,
+            cache_rows=options.cache_rows,
+            prefill_chunk=options.prefill_chunk,
+            batch=options.batch,
+            graph_sets=(GraphSet(PRECISION, form.value, graphs),),
+            has_tokenizer=tokenizer is not None,
+            files=_file_records(staging),
+            built_with={"xpress-export": VERSION, **{name: importlib.metadata.version(name) for name in _installed()}},
+        )
+        write_manifest(staging, manifest)
+    return Bundle(output, manifest)
+
+
+def weight_bytes(target: TargetCheckpoint, drafter: DrafterCheckpoint) -> int:
+    """Bytes of all weights in fp32; tied tables count once."""
+    elements = sum(math.prod(shape) for checkpoint in (target, drafter) for shape in checkpoint.tensors.shapes.values())
+    return 4 * elements
+
+
+def _target_record(target: TargetCheckpoint) -> TargetRecord:
+    config = target.config
+    return TargetRecord(
+        origin=_origin(target),
+        model_type=target.model_type,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_positions,
+        stop_token_ids=target.eos_token_ids,
+        caches=_cache_shape(config),
+    )
+
+
+def _drafter_record(drafter: DrafterCheckpoint) -> DrafterRecord:
+    config = drafter.config
+    return DrafterRecord(
+        origin=_origin(drafter),
+        block_size=config.block_size,
+        mask_token_id=config.mask_token_id,
+        tap_layers=config.tap_layers,
+        refiner_rank=drafter.refiner.rank if drafter.refiner else None,
+        trained_with_thinking=drafter.trained_with_thinking,
+        caches=_cache_shape(config.backbone),
+    )
+
+
+def _origin(checkpoint: TargetCheckpoint | DrafterCheckpoint) -> Origin:
+    location = checkpoint.location
+    return Origin(location.source, location.revision, checkpoint.licence, checkpoint.identity())
+
+
+def _cache_shape(config: DecoderConfig) -> CacheShape:
+    return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim)
+
+
+def _graph_record(graph: ExportedGraph, folder: Path) -> GraphRecord:
+    return GraphRecord(graph.path.relative_to(folder).as_posix(), graph.operators)
+
+
+def _file_records(folder: Path) -> dict[str, FileRecord]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): FileRecord(path.stat().st_size, file_sha256(path)) for path in files}
+
+
+def _installed() -> list[str]:
+    found = {distribution.metadata["Name"] for distribution in importlib.metadata.distributions()}
+    return [name for name in _BUILT_WITH if name in found]

@@ -1,0 +1,152 @@
+"""Where a checkpoint lies: a local folder, a .gguf file, or a hub id that is fetched into the hub's own cache.
+
+It knows nothing about what is inside, except that a folder with one .gguf and no config.json means that file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from xpress_runtime.errors import CheckpointError, EnvironmentProblem, MissingExtraError, OptionError
+
+logger = logging.getLogger(__name__)
+
+# README.md carries the licence in its front matter. Nothing executable and nothing pickled is ever fetched.
+WANTED_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "LICENSE*", "README.md")
+# A pattern's star also matches slashes: without this, other formats in sub-folders and second copies of the weights come along.
+UNWANTED_FILES = ("*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.py")
+
+HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Location:
+    """``path`` is a folder or a .gguf file, ``source`` what the user gave, ``revision`` the commit of a hub checkpoint."""
+
+    path: Path
+    source: str
+    revision: str | None = None
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.path.suffix == ".gguf"
+
+    @property
+    def folder(self) -> Path:
+        """The folder where files beside the weights lie."""
+        return self.path.parent if self.is_gguf else self.path
+
+
+def locate(reference: str, revision: str | None = None) -> Location:
+    """Find a checkpoint by path or hub id; whatever exists locally is never sent to the hub."""
+    if not reference.strip() or "\0" in reference:
+        raise CheckpointError(f"{reference!r} names no checkpoint; expected a folder, a .gguf file or a hub id such as 'org/name'")
+    try:
+        path = Path(reference).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError) as problem:
+        raise CheckpointError(f"'{reference}' cannot be opened: {getattr(problem, 'strerror', None) or problem}") from None
+    if exists:
+        if revision is not None:
+            raise OptionError(f"revision '{revision}' was given for '{reference}', which is a local path; only hub ids have revisions")
+        return Location(_weights_path(path), reference)
+    if _is_path_like(reference):
+        raise CheckpointError(f"'{reference}' does not exist; expected a folder or a .gguf file")
+    if not HUB_ID.fullmatch(reference):
+        raise CheckpointError(f"'{reference}' is neither a folder, nor a .gguf file, nor a hub id of the form 'org/name'")
+    folder = _fetch(reference, revision)
+    # The hub's cache names a snapshot's folder after its commit.
+    return Location(folder, reference, revision=folder.name)
+
+
+def _is_path_like(reference: str) -> bool:
+    return reference.startswith((".", "~", os.sep)) or reference.endswith((os.sep, ".gguf", ".safetensors", ".json")) or "\\" in reference
+
+
+def _weights_path(path: Path) -> Path:
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"'{path}' is a file; expected a folder with config.json and safetensors, or a .gguf file")
+        return path
+    if not (path / "config.json").exists():
+        candidates = sorted(path.glob("*.gguf"))
+        if len(candidates) > 1:
+            names = ", ".join(candidate.name for candidate in candidates)
+            raise CheckpointError(f"'{path}' holds several GGUF files ({names}); name the one to use")
+        if candidates:
+            return candidates[0]
+    return path
+
+
+def _fetch(hub_id: str, revision: str | None) -> Path:
+    """The snapshot's folder: from the network, or from the local cache when the hub cannot be reached."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+    except ImportError:
+        raise MissingExtraError("huggingface_hub", "export") from None
+
+    def download(*, local_files_only: bool) -> Path:
+        return Path(
+            snapshot_download(
+                hub_id,
+                revision=revision,
+                allow_patterns=list(WANTED_FILES),
+                ignore_patterns=list(UNWANTED_FILES),
+                local_files_only=local_files_only,
+            )
+        )
+
+    named = f"'{hub_id}'" if revision is None else f"'{hub_id}' at revision '{revision}'"
+    try:
+        return download(local_files_only=False)
+    except GatedRepoError:
+        raise CheckpointError(f"{named} is gated on the hub; accept its terms there and log in with 'hf auth login'") from None
+    except RepositoryNotFoundError:
+        raise CheckpointError(f"{named} is neither a local folder nor a repository on the hub that you may read") from None
+    except (RevisionNotFoundError, HFValidationError) as problem:
+        raise CheckpointError(f"{named} cannot be read from the hub: {one_line(problem)}") from None
+    except LocalEntryNotFoundError:
+        raise _unreachable(named) from None
+    except OSError as problem:
+        # Covers the hub's HTTP errors; a refused proxy or a broken transfer arrives as the HTTP library's own exception below.
+        if isinstance(problem, HfHubHTTPError):
+            logger.debug("the hub answered: %s", problem)
+        reason: Exception = problem
+    except Exception as problem:
+        if not _is_transport_error(problem):
+            raise
+        reason = problem
+    logger.warning("%s could not be fetched (%s); looking into the local cache", named, one_line(reason))
+    try:
+        return download(local_files_only=True)
+    except LocalEntryNotFoundError:
+        raise _unreachable(named) from None
+
+
+def _is_transport_error(problem: Exception) -> bool:
+    return type(problem).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3")
+
+
+def _unreachable(named: str) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"{named} is not a local folder, is not complete in the local hub cache, and the hub cannot be reached; "
+        "check the network, or give the folder of a downloaded checkpoint"
+    )
+
+
+def one_line(problem: BaseException) -> str:
+    """An exception's message on one line, without what follows the first sentence or two."""
+    text = " ".join(str(problem).split())
+    return text if len(text) <= 200 else text[:197] + "..."

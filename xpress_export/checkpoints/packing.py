@@ -1,0 +1,119 @@
+"""From published tensors to a module's parameters: which tensors make up a parameter, and how they lie in it.
+
+It knows shapes and layouts and the names inside one decoder layer, which all published formats share; the rest of the names come with each
+format (target.py, drafter.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xpress_export.checkpoints.tensors import TensorSource
+from xpress_export.models.decoder import DecoderConfig
+from xpress_runtime.errors import CheckpointError
+
+MAX_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Published:
+    """A tensor as the checkpoint names it, and the shape it must have."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One parameter: its published parts side by side along the last axis, each transposed first where ``transposed``.
+
+    Published matrices are [out, in]; ours are [in, out], so that a product is one MatMul with its weight as it lies on disk.
+    """
+
+    parts: tuple[Published, ...]
+    transposed: bool = False
+
+    def read(self, source: TensorSource) -> Tensor:
+        """Fill the parameter part by part: beside it, at most one part is in memory."""
+        if len(self.parts) == 1 and not self.transposed:
+            return source.read(self.parts[0].name)
+        widths = [part.shape[0] for part in self.parts]
+        packed = torch.empty(*self.parts[0].shape[1:], sum(widths))
+        start = 0
+        for part, width in zip(self.parts, widths, strict=True):
+            tensor = source.read(part.name)
+            packed[..., start : start + width] = tensor.T if self.transposed else tensor
+            start += width
+        return packed
+
+
+def plain(name: str, *shape: int) -> Packed:
+    """One tensor as it is."""
+    return Packed((Published(name, shape),))
+
+
+def linear(ours: str, published: list[tuple[str, int]], in_features: int, *, bias: bool) -> dict[str, Packed]:
+    """The parameters of one of our linear layers out of one or more published ones, given with their output widths."""
+    weights = tuple(Published(f"{name}.weight", (width, in_features)) for name, width in published)
+    plan = {f"{ours}.weight": Packed(weights, transposed=True)}
+    if bias:
+        plan[f"{ours}.bias"] = Packed(tuple(Published(f"{name}.bias", (width,)) for name, width in published))
+    return plan
+
+
+def layer_plan(ours: str, published: str, config: DecoderConfig, *, packed_qkv: bool) -> dict[str, Packed]:
+    """One decoder layer. The target packs query, key and value; the drafter's queries read other rows than its keys, so they stay apart."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query = (f"{published}.self_attn.q_proj", config.q_width)
+    key_value = [(f"{published}.self_attn.k_proj", config.kv_width), (f"{published}.self_attn.v_proj", config.kv_width)]
+    plan = {
+        f"{ours}.attention_norm.weight": plain(f"{published}.input_layernorm.weight", hidden),
+        f"{ours}.mlp_norm.weight": plain(f"{published}.post_attention_layernorm.weight", hidden),
+    }
+    if packed_qkv:
+        plan |= linear(f"{ours}.attention.qkv", [query, *key_value], hidden, bias=config.qkv_bias)
+    else:
+        plan |= linear(f"{ours}.attention.query", [query], hidden, bias=config.qkv_bias)
+        plan |= linear(f"{ours}.attention.key_value", key_value, hidden, bias=config.qkv_bias)
+    plan |= linear(f"{ours}.attention.output", [(f"{published}.self_attn.o_proj", hidden)], config.q_width, bias=config.output_bias)
+    if config.qk_norm:
+        plan[f"{ours}.attention.q_norm.weight"] = plain(f"{published}.self_attn.q_norm.weight", config.head_dim)
+        plan[f"{ours}.attention.k_norm.weight"] = plain(f"{published}.self_attn.k_norm.weight", config.head_dim)
+    gate_up = [(f"{published}.mlp.gate_proj", inner), (f"{published}.mlp.up_proj", inner)]
+    plan |= linear(f"{ours}.mlp.gate_up", gate_up, hidden, bias=config.mlp_bias)
+    plan |= linear(f"{ours}.mlp.down", [(f"{published}.mlp.down_proj", hidden)], inner, bias=config.mlp_bias)
+    return plan
+
+
+def read_plan(plan: Mapping[str, Packed], source: TensorSource) -> dict[str, Tensor]:
+    """Every parameter of a plan, tensor by tensor."""
+    return {name: packed.read(source) for name, packed in plan.items()}
+
+
+def expected_tensors(*plans: Mapping[str, Packed]) -> dict[str, tuple[int, ...]]:
+    """Every published tensor that the plans read, with its shape."""
+    return {part.name: part.shape for plan in plans for packed in plan.values() for part in packed.parts}
+
+
+def check_tensors(source: TensorSource, expected: Mapping[str, tuple[int, ...]], origin: str, allowed: Collection[str] = ()) -> None:
+    """Names and shapes of all tensors against what the config asks for, before any of them is read.
+
+    ``allowed`` are tensors that may be there although no module reads them.
+    """
+    if missing := [name for name in expected if name not in source.shapes]:
+        raise CheckpointError(f"{origin}: tensor {_named(missing)} missing, config.json asks for it")
+    for name, shape in expected.items():
+        if source.shapes[name] != shape:
+            raise CheckpointError(f"{origin}: tensor '{name}' has shape {list(source.shapes[name])}, config.json asks for {list(shape)}")
+    if extra := [name for name in source.shapes if name not in expected and name not in allowed]:
+        raise CheckpointError(f"{origin}: tensor {_named(extra)} not part of the model that config.json describes")
+
+
+def _named(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:MAX_NAMES_SHOWN])
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return f"{shown}{more} {'is' if len(names) == 1 else 'are'}"

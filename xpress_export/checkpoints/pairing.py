@@ -1,0 +1,49 @@
+"""Whether a drafter was made for a target: everything that can be told from the two configs.
+
+A drafter for another target of the same sizes cannot be told apart: it only drafts badly, and verification keeps the output right.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from xpress_export.checkpoints.drafter import DrafterCheckpoint
+from xpress_export.checkpoints.target import TargetCheckpoint
+from xpress_runtime.errors import PairingError
+
+logger = logging.getLogger(__name__)
+
+
+def check_pairing(target: TargetCheckpoint, drafter: DrafterCheckpoint) -> None:
+    """Raise :class:`PairingError` with both values and both sources at the first disagreement."""
+    theirs, ours = target.config, drafter.config
+    of_target, of_drafter = f"target '{target.location.source}'", f"drafter '{drafter.location.source}'"
+    # The drafter has no tables: it reads the target's embeddings and writes for the target's head.
+    for what, wanted, given in (
+        ("hidden size", theirs.hidden_size, ours.backbone.hidden_size),
+        ("vocabulary size", theirs.vocab_size, ours.backbone.vocab_size),
+        ("number of target layers", theirs.num_layers, ours.num_target_layers),
+    ):
+        if wanted != given:
+            raise PairingError(f"{what}: {given} in {of_drafter}, but {wanted} in {of_target}; the drafter was made for another target")
+    for tap in ours.tap_layers:
+        if not 0 <= tap < theirs.num_layers:
+            raise PairingError(f"{of_drafter} taps layer {tap}, but {of_target} has layers 0 to {theirs.num_layers - 1}")
+    if len(set(ours.tap_layers)) != len(ours.tap_layers):
+        raise PairingError(f"{of_drafter} taps a layer of {of_target} twice: {list(ours.tap_layers)}")
+    if not 0 <= ours.mask_token_id < theirs.vocab_size:
+        raise PairingError(f"mask token id {ours.mask_token_id} of {of_drafter} is outside the {theirs.vocab_size} tokens of {of_target}")
+    if ours.block_size < 2:
+        raise PairingError(f"block size {ours.block_size} of {of_drafter} leaves nothing for {of_target} to verify; expected at least 2")
+    # A warning only: the drafter rotates its own keys and queries with its own tables, so a different base is a matter of how it was
+    # trained, not of consistency. Still, published drafters keep their target's, so a difference deserves a look.
+    if (theirs.rope.theta, theirs.rope.rope_type) != (ours.backbone.rope.theta, ours.backbone.rope.rope_type):
+        logger.warning(
+            "rotary embedding: %s (base %g) in %s, %s (base %g) in %s; each keeps its own",
+            ours.backbone.rope.rope_type,
+            ours.backbone.rope.theta,
+            of_drafter,
+            theirs.rope.rope_type,
+            theirs.rope.theta,
+            of_target,
+        )

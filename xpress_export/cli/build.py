@@ -1,0 +1,64 @@
+"""`xpress-export build`: a bundle from a target and a drafter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from xpress_export.cli.options import build_options, checkpoint_options, combined, json_option
+from xpress_export.cli.progress import progress
+
+
+@click.command("build")
+@checkpoint_options
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="The bundle folder to make.")
+@build_options
+@combined(
+    click.option("--no-parity", is_flag=True, help="Do not compare the bundle with PyTorch and transformers."),
+    click.option("--force", is_flag=True, help="Replace an existing bundle."),
+    json_option,
+)
+def command(
+    target: str,
+    target_revision: str | None,
+    drafter: str,
+    drafter_revision: str | None,
+    output: Path,
+    no_parity: bool,
+    force: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Build a bundle from a target and a drafter, and compare it with PyTorch.
+
+    The folder appears when it is complete. Exit code 1 means that the bundle was written and its parity check failed.
+    """
+    from xpress_export.build import build_bundle
+    from xpress_export.checkpoints import check_pairing, open_drafter, open_target
+    from xpress_export.graph_set import graph_names
+    from xpress_export.options import resolve_options
+    from xpress_export.staging import refuse_existing
+
+    refuse_existing(output, replace=force)
+    target_checkpoint = open_target(target, target_revision)
+    drafter_checkpoint = open_drafter(drafter, drafter_revision)
+    check_pairing(target_checkpoint, drafter_checkpoint)
+    resolved = resolve_options(target_checkpoint, drafter_checkpoint, **options)
+    with progress("build", len(graph_names(resolved)) + 2, quiet=as_json) as report:
+        bundle = build_bundle(target_checkpoint, drafter_checkpoint, output, resolved, replace=force, report=report)
+
+    if not no_parity:
+        from xpress_export.cli.parity import run_parity
+
+        bundle = run_parity(bundle, target_checkpoint, drafter_checkpoint, as_json=as_json)
+    if as_json:
+        click.echo(json.dumps({"bundle": str(output), "parity": bundle.manifest.parity}))
+    else:
+        click.echo(f"bundle: {output}")
+    if bundle.manifest.parity is not None:
+        from xpress_export.parity.report import require_passed
+
+        require_passed(bundle.manifest.parity)

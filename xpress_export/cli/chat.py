@@ -1,0 +1,77 @@
+"""`xpress-export chat`: a conversation on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from xpress_export.cli.options import bundle_argument, generation_options, session_options
+from xpress_runtime.errors import PromptError
+
+
+@click.command("chat")
+@bundle_argument
+@click.option("--system", help="A system message before the conversation.")
+@click.option("--stats", is_flag=True, help="Print acceptance and times after each answer.")
+@generation_options
+@session_options
+def command(
+    bundle: Path,
+    system: str | None,
+    stats: bool,
+    backend: str,
+    threads: int | None,
+    no_verify: bool,
+    **generation: Any,
+) -> None:
+    """Talk to BUNDLE. /reset begins anew, /quit or the end of input leaves, Ctrl-C stops an answer."""
+    from xpress_export.cli.show import stats_lines
+    from xpress_runtime.generation import GenerationConfig
+    from xpress_runtime.session import Session
+
+    config = GenerationConfig(**generation)
+    opening = [{"role": "system", "content": system}] if system is not None else []
+    with Session.open(bundle, backend, threads=threads, verify=not no_verify) as session:
+        if session.tokenizer is None or not session.tokenizer.has_chat_template:
+            raise PromptError(f"{bundle} has no chat template; use: xpress-export generate {bundle} --raw")
+        messages = list(opening)
+        while (line := _read_line()) is not None:
+            if line == "/quit":
+                break
+            if line == "/reset":
+                messages = list(opening)
+                continue
+            if not line:
+                continue
+            question = {"role": "user", "content": line}
+            try:
+                stream = session.stream([*messages, question], config)
+            except PromptError as problem:
+                click.echo(f"{problem} (/reset begins anew)", err=True)
+                continue
+            answer = ""
+            try:
+                for piece in stream:
+                    answer += piece.text
+                    click.echo(piece.text, nl=False)
+                    sys.stdout.flush()
+            except KeyboardInterrupt:
+                click.echo(" [stopped]", nl=False)
+            click.echo()
+            if stats and stream.finished:
+                for text in stats_lines(stream.result):
+                    click.echo(text, err=True)
+            messages += [question, {"role": "assistant", "content": answer}]
+
+
+def _read_line() -> str | None:
+    if sys.stdin.isatty():
+        try:
+            return input("> ").strip()
+        except EOFError:
+            return None
+    line = sys.stdin.readline()
+    return line.strip() if line else None

@@ -1,0 +1,55 @@
+"""`xpress-export export`: the ONNX graphs alone, for a runtime of one's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from xpress_export.cli.options import build_options, checkpoint_options, combined, json_option
+from xpress_export.cli.progress import progress
+
+
+@click.command("export")
+@checkpoint_options
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="The folder to make for the graphs.")
+@build_options
+@combined(click.option("--force", is_flag=True, help="Replace an existing folder."), json_option)
+def command(
+    target: str,
+    target_revision: str | None,
+    drafter: str,
+    drafter_revision: str | None,
+    output: Path,
+    force: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Export the ONNX graphs of a target and a drafter, without tokenizer, manifest and parity.
+
+    Large tensors of all graphs lie in one weights.bin beside them.
+    """
+    from xpress_export.build import weight_bytes
+    from xpress_export.checkpoints import check_pairing, open_drafter, open_target
+    from xpress_export.graph_set import export_graph_set, graph_names
+    from xpress_export.options import resolve_options
+    from xpress_export.staging import refuse_existing, staged_folder
+
+    refuse_existing(output, replace=force)
+    target_checkpoint = open_target(target, target_revision)
+    drafter_checkpoint = open_drafter(drafter, drafter_revision)
+    check_pairing(target_checkpoint, drafter_checkpoint)
+    resolved = resolve_options(target_checkpoint, drafter_checkpoint, **options)
+    needed = weight_bytes(target_checkpoint, drafter_checkpoint)
+    with (
+        progress("export", len(graph_names(resolved)), quiet=as_json) as report,
+        staged_folder(output, needed_bytes=needed, replace=force) as staging,
+    ):
+        exported = export_graph_set(target_checkpoint, drafter_checkpoint, resolved, staging, report=report)
+    if as_json:
+        click.echo(json.dumps({"folder": str(output), "graphs": {name: graph.operators for name, graph in exported.items()}}))
+    else:
+        for name, graph in exported.items():
+            click.echo(f"{output / graph.path.name}  {sum(graph.operators.values())} operators")

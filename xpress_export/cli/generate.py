@@ -1,0 +1,94 @@
+"""`xpress-export generate`: text from a prompt."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from xpress_export.cli.options import bundle_argument, combined, generation_options, json_option, session_options, warning_options
+from xpress_runtime.errors import PromptError
+
+
+@click.command("generate")
+@bundle_argument
+@click.argument("prompt", required=False)
+@combined(
+    click.option("--chat/--raw", default=None, help="Send the prompt as a chat message, or as plain text. Default: chat where there is a template."),
+    click.option("--system", help="A system message before a chat prompt."),
+    click.option("--tokens", help="The prompt as comma-separated token ids instead of text."),
+    click.option("--stats", is_flag=True, help="Print acceptance and times after the text."),
+)
+@generation_options
+@session_options
+@warning_options
+@json_option
+def command(
+    bundle: Path,
+    prompt: str | None,
+    chat: bool | None,
+    system: str | None,
+    tokens: str | None,
+    stats: bool,
+    as_json: bool,
+    backend: str,
+    threads: int | None,
+    no_verify: bool,
+    warn_acceptance: float,
+    warn_round_ms: float,
+    **generation: Any,
+) -> None:
+    """Generate from PROMPT, or from standard input, with BUNDLE. Text streams to standard output as it becomes final."""
+    from xpress_export.cli.show import stats_lines
+    from xpress_runtime.generation import GenerationConfig
+    from xpress_runtime.session import Session, WarningThresholds
+
+    config = GenerationConfig(**generation)
+    thresholds = WarningThresholds(warn_acceptance, warn_round_ms)
+    with Session.open(bundle, backend, threads=threads, verify=not no_verify, thresholds=thresholds) as session:
+        stream = session.stream(_prompt(session, prompt, chat, system, tokens), config)
+        for piece in stream:
+            if not as_json:
+                click.echo(piece.text, nl=False)
+                sys.stdout.flush()
+        result = stream.result
+    if as_json:
+        fields = {"text": result.text, "tokens": result.tokens, "finish_reason": result.finish_reason, "stats": result.stats.to_json()}
+        click.echo(json.dumps(fields))
+        return
+    # Without a tokenizer there is no text, and the ids are the answer.
+    click.echo("" if session.tokenizer is not None else ",".join(str(token) for token in result.tokens))
+    if stats:
+        for line in stats_lines(result):
+            click.echo(line, err=True)
+
+
+def _prompt(session: Any, prompt: str | None, chat: bool | None, system: str | None, tokens: str | None) -> Any:
+    if tokens is not None:
+        if prompt is not None or system is not None or chat:
+            raise PromptError("--tokens replaces the prompt; leave out PROMPT, --system and --chat")
+        try:
+            return [int(token) for token in tokens.split(",")]
+        except ValueError:
+            raise PromptError(f"--tokens is {tokens!r}, expected token ids such as 1,15,3") from None
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise PromptError("no prompt: give it as an argument or on standard input")
+        try:
+            prompt = sys.stdin.read()
+        except UnicodeDecodeError as problem:
+            raise PromptError(f"standard input is not UTF-8 text: {problem.reason} at byte {problem.start}") from None
+    if not prompt.strip():
+        raise PromptError("the prompt is empty; give some text")
+    has_template = session.tokenizer is not None and session.tokenizer.has_chat_template
+    if chat is None:
+        chat = has_template
+    if not chat:
+        if system is not None:
+            raise PromptError("--system needs a chat prompt; leave out --raw, or use a bundle with a chat template")
+        return prompt
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    return [*messages, {"role": "user", "content": prompt}]

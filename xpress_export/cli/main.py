@@ -1,0 +1,97 @@
+"""The `xpress-export` program: its commands, loaded when called, and the one place where an error becomes a line and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+from types import FrameType
+from typing import NoReturn
+
+import click
+
+from xpress_runtime.errors import UserError, XpressError
+from xpress_runtime.version import VERSION
+
+# name → (module, one line of help). The help is here so that listing the commands imports none of them.
+COMMANDS = {
+    "build": ("build", "Build a bundle from a target and a drafter."),
+    "export": ("export", "Export the ONNX graphs alone, without tokenizer and manifest."),
+    "parity": ("parity", "Compare a bundle with PyTorch and transformers."),
+    "generate": ("generate", "Generate from a prompt with a bundle."),
+    "chat": ("chat", "Talk to a bundle."),
+    "inspect": ("inspect", "Show what a bundle holds and needs."),
+    "doctor": ("doctor", "Show what is installed and which backends run here."),
+    "demo": ("demo", "Build the demo bundle and show what speculation gains."),
+}
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"xpress_export.cli.{COMMANDS[cmd_name][0]}")
+        command = module.command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help_line) for name, (_module, help_line) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(VERSION, prog_name="xpress-export")
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="warning", show_default=True, help="What to log to standard error.")
+def cli(log_level: str) -> None:
+    """Diffusion-drafted speculative decoding: checkpoints to ONNX bundles, and bundles to tokens.
+
+    Exit codes: 0 done, 1 a check failed, 2 the user's input, 3 the environment, 130 interrupted.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    for name in ("xpress_export", "xpress_engines", "xpress_runtime"):
+        logging.getLogger(name).setLevel(log_level.upper())
+
+
+def main() -> NoReturn:
+    """Run the program and exit; a known error is one line on standard error."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        cli.main(standalone_mode=False)
+    except XpressError as error:
+        _fail(str(error), error.exit_code)
+    except click.UsageError as error:
+        hint = f" (see: {error.ctx.command_path} --help)" if error.ctx else ""
+        _fail(f"{error.format_message()}{hint}", UserError.exit_code)
+    except click.ClickException as error:
+        _fail(error.format_message(), UserError.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        _fail("interrupted", 130)
+    except BrokenPipeError:
+        # The reader went away; what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    sys.exit(0)
+
+
+def _fail(message: str, exit_code: int) -> NoReturn:
+    click.echo(f"xpress-export: {' '.join(message.split())}", err=True)
+    sys.exit(exit_code)
+
+
+def _terminate(signum: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+    # As an exception, so that half-written output is removed on the way out.
+    raise SystemExit(128 + signum)
+
+
+if __name__ == "__main__":
+    main()

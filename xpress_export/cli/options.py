@@ -1,0 +1,75 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class PassesType(click.ParamType):
+    """A comma-separated list of numbers of passes, such as ``4,2,1``."""
+
+    name = "K[,K…]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of integers such as 4,2,1", param, ctx)
+
+
+def combined(*options: Decorator) -> Decorator:
+    """Several options as one decorator, in the order given."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+bundle_argument = click.argument("bundle", type=click.Path(path_type=Path))
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+threads_option = click.option("--threads", type=click.IntRange(1, 1024), help="Threads of one operator; default: all usable cores.")
+
+checkpoint_options = combined(
+    click.option("--target", required=True, help="Target LLM: a folder, a .gguf file or a hub id."),
+    click.option("--target-revision", help="Revision of a target on the hub."),
+    click.option("--drafter", required=True, help="DFlash or xPress drafter: a folder or a hub id."),
+    click.option("--drafter-revision", help="Revision of a drafter on the hub."),
+)
+
+build_options = combined(
+    click.option("--num-passes", type=PassesType(), help="Jacobi passes to build, the default first; 0 is always built. Default: the checkpoint's."),
+    click.option("--shortlist", type=click.IntRange(0), help="Score only the best C candidates of a slot; 0: all. Default: the checkpoint's."),
+    click.option("--capacity", type=int, help="Tokens of prompt and output together. Default: 2048, or the target's positions if fewer."),
+    click.option("--batch", type=int, default=1, show_default=True, help="Rows that the bundle is planned for."),
+    click.option("--prefill-chunk", type=click.IntRange(1, 8192), help="Prompt tokens that run at once. Default: 128."),
+)
+
+session_options = combined(
+    click.option("--backend", default="auto", show_default=True, help="auto or ort-cpu."),
+    threads_option,
+    click.option("--no-verify", is_flag=True, help="Do not hash the bundle's files before use."),
+)
+
+generation_options = combined(
+    click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Tokens to generate at most."),
+    click.option("--stop", multiple=True, help="A string that ends the text; may be given several times."),
+    click.option("--ignore-stop", is_flag=True, help="Go on past stop tokens."),
+    click.option("--speculation", type=click.Choice(["on", "off"]), default="on", show_default=True, help="off: plain decoding."),
+    click.option("--num-passes", type=int, help="Jacobi passes among those built; 0: the bare drafter."),
+)
+
+warning_options = combined(
+    click.option("--warn-acceptance", type=float, default=0.05, show_default=True, help="Warn below this acceptance rate."),
+    click.option("--warn-round-ms", type=float, default=5000.0, show_default=True, help="Warn above this mean round time."),
+)

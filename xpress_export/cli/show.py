@@ -1,0 +1,50 @@
+"""How results are shown on a terminal: statistics, sizes and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xpress_runtime.generation import GenerationResult
+from xpress_runtime.stats import Stage
+
+
+def stats_lines(result: GenerationResult) -> list[str]:
+    """Acceptance and times of a generation, one figure group a line."""
+    stats = result.stats
+    lines = [
+        f"tokens: {stats.prompt_tokens} in, {stats.output_tokens} out ({result.finish_reason}); prefill {1e3 * stats.prefill_seconds:.0f} ms"
+    ]
+    if not stats.rounds:
+        return lines
+    if stats.num_proposals:
+        positions = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position)
+        lines.append(
+            f"acceptance: {stats.accepted} of {stats.proposed} proposals ({stats.acceptance_rate:.1%}) in {stats.rounds} rounds; "
+            f"mean acceptance length {stats.mean_acceptance_length:.2f}; by position {positions}"
+        )
+    stages = ", ".join(f"{stage.value} {1e3 * stats.stage_seconds[stage]:.0f}" for stage in (Stage.DRAFT, Stage.REFINE, Stage.VERIFY))
+    lines.append(
+        f"time: {stats.ms_per_token:.1f} ms per token, {stats.tokens_per_second:.1f} tokens/s; {stages}, host {1e3 * stats.host_seconds:.0f} ms"
+    )
+    return lines
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for a reader: 12.3 MB."""
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.2f} GB"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Left-aligned first column, right-aligned others."""
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+
+    def show(line: Sequence[str]) -> str:
+        cells = [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([show(header), "  ".join("-" * width for width in widths), *(show(row) for row in rows)])

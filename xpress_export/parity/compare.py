@@ -1,0 +1,66 @@
+"""Numbers of a comparison: errors between an array and its reference, and the tolerances that they are held against."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Largest error by precision, relative to the largest magnitude of the reference (at least 1). fp32: two libraries add in different orders; a
+# thirty-layer decoder stays below 1e-5, and a wrong mask, position or scale is off by far more than 1e-4.
+TOLERANCES = {"fp32": 1e-4}
+
+
+@dataclass(frozen=True)
+class ArrayComparison:
+    """``max_abs_error``; the same relative to the reference's largest magnitude; whether shapes, integers and finiteness agree."""
+
+    max_abs_error: float
+    scaled_error: float
+    exact: bool
+
+    def within(self, tolerance: float) -> bool:
+        return self.exact or self.scaled_error <= tolerance
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare_arrays(found: NDArray[Any], reference: NDArray[Any]) -> ArrayComparison:
+    """Compare an output with its reference; integers must be equal, and a shape or a non-finite value that differs is an infinite error."""
+    if found.shape != reference.shape:
+        return ArrayComparison(float("inf"), float("inf"), False)
+    if found.size == 0 or np.array_equal(found, reference):
+        return ArrayComparison(0.0, 0.0, True)
+    if not np.issubdtype(reference.dtype, np.floating) or not np.isfinite(found).all():
+        return ArrayComparison(float("inf"), float("inf"), False)
+    error = float(np.abs(found.astype(np.float64) - reference).max())
+    return ArrayComparison(error, error / max(1.0, float(np.abs(reference).max())), False)
+
+
+@dataclass(frozen=True)
+class ArgmaxComparison:
+    """Rows whose argmax agrees; ``unexplained`` rows differ although the reference's two best are further apart than twice the row's error."""
+
+    rows: int
+    agreeing: int
+    unexplained: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare_argmax(found: NDArray[Any], reference: NDArray[Any]) -> ArgmaxComparison:
+    """Compare the argmax over the last axis. A difference is a tie only within twice the measured error of that row."""
+    found, reference = found.reshape(-1, found.shape[-1]), reference.reshape(-1, reference.shape[-1])
+    differing = np.flatnonzero(found.argmax(-1) != reference.argmax(-1))
+    unexplained = sum(top_margin(reference[row]) > 2 * float(np.abs(found[row] - reference[row]).max()) for row in differing)
+    return ArgmaxComparison(len(reference), len(reference) - len(differing), unexplained)
+
+
+def top_margin(logits: NDArray[Any]) -> float:
+    """Difference between the two best of a row [V]."""
+    best = np.partition(logits, -2)[-2:]
+    return float(best[1] - best[0])
