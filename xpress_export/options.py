@@ -64,15 +64,14 @@ def resolve_options(
 def _passes(drafter: DrafterCheckpoint, wanted: Sequence[int] | None) -> tuple[int, ...]:
     if drafter.refiner is None:
         if wanted and any(wanted):
-            raise OptionError(
-                f"--num-passes {max(wanted)} needs a refiner, and {drafter.location.source} is a bare drafter; leave it out"
-            )
+            raise OptionError(f"--num-passes {max(wanted)} needs a refiner, and {drafter.location.source} is a bare drafter; leave it out")
         return (0,)
     passes = tuple(dict.fromkeys(wanted if wanted else (drafter.refiner.num_passes,)))
     most = drafter.config.block_size - 1
     for count in passes:
         if not 0 <= count <= most:
             raise OptionError(
-                f"--num-passes is {count}, expected 0 to {most}, the block size {drafter.config.block_size} of {drafter.location.source} less one"
+                f"--num-passes is {count}, expected 0 to {most}: "
+                f"one less than the block size {drafter.config.block_size} of {drafter.location.source}"
             )
     return passes if 0 in passes else (*passes, 0)

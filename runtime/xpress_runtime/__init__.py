@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from xpress_runtime.version import VERSION as __version__
+from xpress_runtime.version import VERSION
 
 if TYPE_CHECKING:
     from xpress_runtime.bundle import Bundle
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from xpress_runtime.generation import GenerationConfig, GenerationResult, Piece
     from xpress_runtime.session import GenerationStream, Session, WarningThresholds
     from xpress_runtime.stats import GenerationStats
+
+__version__ = VERSION
 
 __all__ = [
     "Bundle",

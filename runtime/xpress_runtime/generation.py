@@ -17,9 +17,9 @@ FinishReason = Literal["stop", "length", "capacity"]
 class GenerationConfig:
     """Settings of one generation; names are those of transformers and vLLM.
 
-    ``stop``: strings that end the text (not part of it). ``stop_token_ids``: ids that end it beside the target's own. ``ignore_stop``: go on
-    past stop tokens to ``max_new_tokens``. ``speculation`` "off" is plain decoding. ``num_passes``: Jacobi passes among those built into the
-    bundle, 0 for the bare drafter, None for the bundle's default. Raises OptionError.
+    ``stop``: strings that end the text (not part of it). ``stop_token_ids``: ids that end it beside the target's own. ``ignore_stop``:
+    go on past stop tokens to ``max_new_tokens``. ``speculation`` "off" is plain decoding. ``num_passes``: Jacobi passes among those
+    built into the bundle, 0 for the bare drafter, None for the bundle's default. Raises OptionError.
     """
 
     max_new_tokens: int = 128

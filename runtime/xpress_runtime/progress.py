@@ -13,7 +13,7 @@ from xpress_runtime.tokenizer import TextTokenizer
 
 
 class RequestProgress:
-    """Kept tokens and final text of a request; ``room``: how many tokens the caches can still take. Without a tokenizer there is no text."""
+    """Kept tokens and final text of a request. ``room``: tokens that the caches can still take. Without a tokenizer there is no text."""
 
     def __init__(self, config: GenerationConfig, *, stop_token_ids: Sequence[int], room: int, tokenizer: TextTokenizer | None) -> None:
         self.tokens: list[int] = []

@@ -32,7 +32,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 class WarningThresholds:
     """When a generation is worth a warning: acceptance rate below, or a mean round slower than this many milliseconds."""
 
-    acceptance_rate: float = 0.05
+    acceptance_rate: float = 0.02
     round_ms: float = 5000.0
 
 
@@ -79,7 +79,10 @@ class Session:
         self._plan = None
 
     def generate(self, prompt: Prompt, config: GenerationConfig | None = None) -> GenerationResult:
-        """Generate to the end. ``prompt``: text, chat messages ({"role", "content"} each), or token ids. Raises PromptError and OptionError."""
+        """Generate to the end. ``prompt``: text, chat messages ({"role", "content"} each), or token ids.
+
+        Raises PromptError and OptionError.
+        """
         stream = self.stream(prompt, config)
         for _ in stream:
             pass

@@ -79,9 +79,9 @@ def test_rounds(case: str, form: AttentionForm) -> None:
     assert default_passes is not None
     checked = 0
     for index, entry in enumerate(expected(case)["prompts"]):
-        for number, (wanted, got) in enumerate(
-            zip(entry.get("rounds", []), rounds(case, entry["prompt"], default_passes.num_passes, form))
-        ):  # noqa: B905 - ours never end
+        replayed = rounds(case, entry["prompt"], default_passes.num_passes, form)
+        for number, wanted in enumerate(entry.get("rounds", [])):
+            got = next(replayed)
             assert (got.start, got.anchor, got.predecessor) == (wanted["start"], wanted["anchor"], wanted["predecessor"])
             assert [drafts[0].tolist() for drafts in got.block.passes] == wanted["passes"]
             assert got.accepted == wanted["accepted"]
@@ -102,14 +102,14 @@ def test_acceptance_lengths_and_tokens_of_every_number_of_passes(case: str) -> N
     for entry in expected(case)["prompts"]:
         for num_passes, wanted in entry["by_passes"].items():
             tokens, lengths = [entry["plain"][0]], []
-            for got in rounds(case, entry["prompt"], int(num_passes), AttentionForm.LENGTH):
+            replayed = rounds(case, entry["prompt"], int(num_passes), AttentionForm.LENGTH)
+            # The reference counts what rounds emit, without the first token that prefill gave.
+            while sum(lengths) < NUM_TOKENS:
+                got = next(replayed)
                 tokens += got.emitted
                 lengths.append(len(got.emitted))
-                if len(tokens) >= NUM_TOKENS:
-                    break
             assert tokens[:NUM_TOKENS] == entry["plain"] == wanted["tokens"]
-            # The reference counts a last round only as far as it reaches.
-            assert lengths[:-1] == wanted["acceptance_lengths"][: len(lengths) - 1]
+            assert lengths == wanted["acceptance_lengths"]
 
 
 @pytest.mark.parametrize("case", CASES)

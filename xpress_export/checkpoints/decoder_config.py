@@ -115,6 +115,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "use_bidirectional_attention": (False,),
+    "is_causal": (True,),
+    "rope_interleaved": (False,),
     "layer_overrides": ({}, []),
     "per_layer_config": ({}, []),
 }

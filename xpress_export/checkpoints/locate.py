@@ -33,7 +33,7 @@ class Location:
 
     @property
     def is_gguf(self) -> bool:
-        return self.path.suffix == ".gguf"
+        return self.path.suffix == ".gguf" and not self.path.is_dir()
 
     @property
     def folder(self) -> Path:
@@ -47,13 +47,13 @@ def locate(reference: str, revision: str | None = None) -> Location:
         raise CheckpointError(f"{reference!r} names no checkpoint; expected a folder, a .gguf file or a hub id such as 'org/name'")
     try:
         path = Path(reference).expanduser()
-        exists = path.exists()
+        weights = _weights_path(path) if path.exists() else None
     except (OSError, RuntimeError) as problem:
         raise CheckpointError(f"'{reference}' cannot be opened: {getattr(problem, 'strerror', None) or problem}") from None
-    if exists:
+    if weights is not None:
         if revision is not None:
             raise OptionError(f"revision '{revision}' was given for '{reference}', which is a local path; only hub ids have revisions")
-        return Location(_weights_path(path), reference)
+        return Location(weights, reference)
     if _is_path_like(reference):
         raise CheckpointError(f"'{reference}' does not exist; expected a folder or a .gguf file")
     if not HUB_ID.fullmatch(reference):

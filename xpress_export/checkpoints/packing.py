@@ -105,15 +105,15 @@ def check_tensors(source: TensorSource, expected: Mapping[str, tuple[int, ...]],
     ``allowed`` are tensors that may be there although no module reads them.
     """
     if missing := [name for name in expected if name not in source.shapes]:
-        raise CheckpointError(f"{origin}: tensor {_named(missing)} missing, config.json asks for it")
+        raise CheckpointError(f"{origin}: {_named(missing)} missing, which config.json asks for")
     for name, shape in expected.items():
         if source.shapes[name] != shape:
             raise CheckpointError(f"{origin}: tensor '{name}' has shape {list(source.shapes[name])}, config.json asks for {list(shape)}")
     if extra := [name for name in source.shapes if name not in expected and name not in allowed]:
-        raise CheckpointError(f"{origin}: tensor {_named(extra)} not part of the model that config.json describes")
+        raise CheckpointError(f"{origin}: {_named(extra)} not part of the model that config.json describes")
 
 
 def _named(names: list[str]) -> str:
     shown = ", ".join(f"'{name}'" for name in names[:MAX_NAMES_SHOWN])
     more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-    return f"{shown}{more} {'is' if len(names) == 1 else 'are'}"
+    return f"tensor {shown} is" if len(names) == 1 else f"tensors {shown}{more} are"

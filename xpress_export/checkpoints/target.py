@@ -113,6 +113,8 @@ def open_target(reference: str, revision: str | None = None) -> TargetCheckpoint
         generation_path = location.path / "generation_config.json"
         generation = Fields.from_file(generation_path, CheckpointError) if generation_path.exists() else None
         licence = read_licence(location.path)
+    if "dflash_config" in fields:
+        raise CheckpointError(f"{location.path} is a drafter (its config.json has dflash_config), expected a target")
     model_type, config = read_decoder_config(fields)
     eos_token_ids = read_eos(generation, fields, config.vocab_size)
     if not location.is_gguf:

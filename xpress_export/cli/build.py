@@ -10,6 +10,7 @@ import click
 
 from xpress_export.cli.options import build_options, checkpoint_options, combined, json_option
 from xpress_export.cli.progress import progress
+from xpress_export.cli.quiet import quiet_libraries
 
 
 @click.command("build")
@@ -43,6 +44,7 @@ def command(
     from xpress_export.staging import refuse_existing
 
     refuse_existing(output, replace=force)
+    quiet_libraries()
     target_checkpoint = open_target(target, target_revision)
     drafter_checkpoint = open_drafter(drafter, drafter_revision)
     check_pairing(target_checkpoint, drafter_checkpoint)

@@ -10,6 +10,7 @@ import click
 
 from xpress_export.cli.options import build_options, checkpoint_options, combined, json_option
 from xpress_export.cli.progress import progress
+from xpress_export.cli.quiet import quiet_libraries
 
 
 @click.command("export")
@@ -38,6 +39,7 @@ def command(
     from xpress_export.staging import refuse_existing, staged_folder
 
     refuse_existing(output, replace=force)
+    quiet_libraries()
     target_checkpoint = open_target(target, target_revision)
     drafter_checkpoint = open_drafter(drafter, drafter_revision)
     check_pairing(target_checkpoint, drafter_checkpoint)
@@ -51,5 +53,5 @@ def command(
     if as_json:
         click.echo(json.dumps({"folder": str(output), "graphs": {name: graph.operators for name, graph in exported.items()}}))
     else:
-        for name, graph in exported.items():
+        for graph in exported.values():
             click.echo(f"{output / graph.path.name}  {sum(graph.operators.values())} operators")

@@ -17,7 +17,9 @@ from xpress_runtime.errors import PromptError
 @bundle_argument
 @click.argument("prompt", required=False)
 @combined(
-    click.option("--chat/--raw", default=None, help="Send the prompt as a chat message, or as plain text. Default: chat where there is a template."),
+    click.option(
+        "--chat/--raw", default=None, help="Send the prompt as a chat message, or as plain text. Default: chat where there is a template."
+    ),
     click.option("--system", help="A system message before a chat prompt."),
     click.option("--tokens", help="The prompt as comma-separated token ids instead of text."),
     click.option("--stats", is_flag=True, help="Print acceptance and times after the text."),

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import click
 
-from xpress_runtime.errors import UserError, XpressError
+from xpress_runtime.errors import MissingExtraError, UserError, XpressError
 from xpress_runtime.version import VERSION
 
 # name → (module, one line of help). The help is here so that listing the commands imports none of them.
@@ -25,6 +25,20 @@ COMMANDS = {
     "inspect": ("inspect", "Show what a bundle holds and needs."),
     "doctor": ("doctor", "Show what is installed and which backends run here."),
     "demo": ("demo", "Build the demo bundle and show what speculation gains."),
+}
+
+# What a command may find missing, and the extra that brings it.
+_EXTRAS = {
+    "accelerate": "export",
+    "gguf": "export",
+    "huggingface_hub": "export",
+    "onnx": "export",
+    "onnx_ir": "export",
+    "onnxruntime": "cpu",
+    "onnxscript": "export",
+    "safetensors": "export",
+    "torch": "export",
+    "transformers": "export",
 }
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -69,6 +83,12 @@ def main() -> NoReturn:
         cli.main(standalone_mode=False)
     except XpressError as error:
         _fail(str(error), error.exit_code)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        missing = MissingExtraError(package, _EXTRAS[package])
+        _fail(str(missing), missing.exit_code)
     except click.UsageError as error:
         hint = f" (see: {error.ctx.command_path} --help)" if error.ctx else ""
         _fail(f"{error.format_message()}{hint}", UserError.exit_code)

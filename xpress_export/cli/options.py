@@ -11,7 +11,7 @@ import click
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class PassesType(click.ParamType):
+class PassesType(click.ParamType["tuple[int, ...]"]):
     """A comma-separated list of numbers of passes, such as ``4,2,1``."""
 
     name = "K[,K…]"
@@ -48,8 +48,12 @@ checkpoint_options = combined(
 )
 
 build_options = combined(
-    click.option("--num-passes", type=PassesType(), help="Jacobi passes to build, the default first; 0 is always built. Default: the checkpoint's."),
-    click.option("--shortlist", type=click.IntRange(0), help="Score only the best C candidates of a slot; 0: all. Default: the checkpoint's."),
+    click.option(
+        "--num-passes", type=PassesType(), help="Jacobi passes to build, the default first; 0 is always built. Default: the checkpoint's."
+    ),
+    click.option(
+        "--shortlist", type=click.IntRange(0), help="Score only the best C candidates of a slot; 0: all. Default: the checkpoint's."
+    ),
     click.option("--capacity", type=int, help="Tokens of prompt and output together. Default: 2048, or the target's positions if fewer."),
     click.option("--batch", type=int, default=1, show_default=True, help="Rows that the bundle is planned for."),
     click.option("--prefill-chunk", type=click.IntRange(1, 8192), help="Prompt tokens that run at once. Default: 128."),
@@ -70,6 +74,6 @@ generation_options = combined(
 )
 
 warning_options = combined(
-    click.option("--warn-acceptance", type=float, default=0.05, show_default=True, help="Warn below this acceptance rate."),
+    click.option("--warn-acceptance", type=float, default=0.02, show_default=True, help="Warn below this acceptance rate."),
     click.option("--warn-round-ms", type=float, default=5000.0, show_default=True, help="Warn above this mean round time."),
 )

@@ -10,6 +10,7 @@ import click
 
 from xpress_export.cli.options import bundle_argument, json_option, threads_option
 from xpress_export.cli.progress import progress
+from xpress_export.cli.quiet import quiet_libraries
 from xpress_export.cli.show import table
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def command(bundle: Path, target: str | None, drafter: str | None, threads: int 
     from xpress_export.parity.report import require_passed
     from xpress_runtime.bundle import Bundle
 
+    quiet_libraries()
     opened = Bundle.open(bundle)
     origins = opened.manifest.target.origin, opened.manifest.drafter.origin
     target_checkpoint = open_target(target or origins[0].source, None if target else origins[0].revision)

@@ -11,9 +11,8 @@ from xpress_runtime.stats import Stage
 def stats_lines(result: GenerationResult) -> list[str]:
     """Acceptance and times of a generation, one figure group a line."""
     stats = result.stats
-    lines = [
-        f"tokens: {stats.prompt_tokens} in, {stats.output_tokens} out ({result.finish_reason}); prefill {1e3 * stats.prefill_seconds:.0f} ms"
-    ]
+    prefill_ms, host_ms = 1e3 * stats.prefill_seconds, 1e3 * stats.host_seconds
+    lines = [f"tokens: {stats.prompt_tokens} in, {stats.output_tokens} out ({result.finish_reason}); prefill {prefill_ms:.0f} ms"]
     if not stats.rounds:
         return lines
     if stats.num_proposals:
@@ -23,9 +22,7 @@ def stats_lines(result: GenerationResult) -> list[str]:
             f"mean acceptance length {stats.mean_acceptance_length:.2f}; by position {positions}"
         )
     stages = ", ".join(f"{stage.value} {1e3 * stats.stage_seconds[stage]:.0f}" for stage in (Stage.DRAFT, Stage.REFINE, Stage.VERIFY))
-    lines.append(
-        f"time: {stats.ms_per_token:.1f} ms per token, {stats.tokens_per_second:.1f} tokens/s; {stages}, host {1e3 * stats.host_seconds:.0f} ms"
-    )
+    lines.append(f"time: {stats.ms_per_token:.1f} ms per token, {stats.tokens_per_second:.1f} tokens/s; {stages}, host {host_ms:.0f} ms")
     return lines
 
 
@@ -39,12 +36,14 @@ def size(num_bytes: float) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Left-aligned first column, right-aligned others."""
+    """Numbers to the right, everything else to the left."""
     lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    columns = range(len(header))
+    widths = [max(len(line[column]) for line in lines) for column in columns]
+    numeric = [all(row[column][:1] in "0123456789-" for row in rows) for column in columns]
 
     def show(line: Sequence[str]) -> str:
-        cells = [line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))]
+        cells = [line[i].rjust(widths[i]) if numeric[i] else line[i].ljust(widths[i]) for i in columns]
         return "  ".join(cells).rstrip()
 
     return "\n".join([show(header), "  ".join("-" * width for width in widths), *(show(row) for row in rows)])

@@ -36,6 +36,7 @@ def export_graph(spec: GraphSpec, folder: Path, weights: WeightStore, metadata: 
     program = _trace(spec)
     model = program.model
     _check_signature(model, spec)
+    _strip_trace(model)
     model.graph.name = spec.name
     model.metadata_props.update({**metadata, **spec.metadata, "xpress.graph": spec.name})
     weights.externalize(model)
@@ -71,6 +72,17 @@ def _trace(spec: GraphSpec) -> torch.onnx.ONNXProgram:
         )
     assert program is not None
     return program
+
+
+def _strip_trace(model: ir.Model) -> None:
+    """Remove the exporter's notes on each node: source lines with paths of the machine that built the graph, ten times the graph's size."""
+    for node in model.graph:
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
 
 
 def _check_signature(model: ir.Model, spec: GraphSpec) -> None:

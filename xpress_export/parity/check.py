@@ -37,8 +37,8 @@ def check_same_checkpoints(bundle: Bundle, target: TargetCheckpoint, drafter: Dr
     for role, checkpoint, record in (("target", target, manifest.target.origin), ("drafter", drafter, manifest.drafter.origin)):
         if checkpoint.identity() != record.identity:
             raise BundleError(
-                f"{bundle.folder} was built from another {role} than {checkpoint.location.source}: its identity is {record.identity[:12]}…, "
-                f"this one's {checkpoint.identity()[:12]}…; give the {role} it was built from, or build it again"
+                f"{bundle.folder} was built from another {role} than {checkpoint.location.source}: identity {record.identity[:12]}… and "
+                f"{checkpoint.identity()[:12]}…; give the {role} it was built from, or build it again"
             )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# Largest error by precision, relative to the largest magnitude of the reference (at least 1). fp32: two libraries add in different orders; a
-# thirty-layer decoder stays below 1e-5, and a wrong mask, position or scale is off by far more than 1e-4.
+# Largest error by precision, relative to the largest magnitude of the reference (at least 1). fp32: two libraries add in different
+# orders; a thirty-layer decoder stays below 1e-5, and a wrong mask, position or scale is off by far more than 1e-4.
 TOLERANCES = {"fp32": 1e-4}
 
 
@@ -42,7 +42,9 @@ def compare_arrays(found: NDArray[Any], reference: NDArray[Any]) -> ArrayCompari
 
 @dataclass(frozen=True)
 class ArgmaxComparison:
-    """Rows whose argmax agrees; ``unexplained`` rows differ although the reference's two best are further apart than twice the row's error."""
+    """Rows whose argmax agrees. ``unexplained`` ones differ by more than a tie: the reference's two best are further apart than twice the
+    row's error.
+    """
 
     rows: int
     agreeing: int

@@ -1,7 +1,7 @@
 """Every graph of a bundle against the PyTorch module that it was traced from, on two rows of different length.
 
-The graphs are fed as in a generation: prompt, first block, a round after a partial acceptance, a single token. Each graph's input comes from
-PyTorch's output of the one before, so that an error shows in the graph that makes it.
+The graphs are fed as in a generation: prompt, first block, a round after a partial acceptance, a single token. Each graph's input comes
+from PyTorch's output of the one before, so that an error shows in the graph that makes it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ class _GraphCheck:
         reference = dict(zip((output.name for output in spec.outputs), _flatten(spec.module(*arguments)), strict=True))
         dims = _dims(spec, inputs)
         found = self._runner.run(
-            spec.name, {name: tensor.numpy() for name, tensor in inputs.items()}, {DYNAMIC_DIMS[letter]: size for letter, size in dims.items()}
+            spec.name,
+            {name: tensor.numpy() for name, tensor in inputs.items()},
+            {DYNAMIC_DIMS[letter]: size for letter, size in dims.items()},
         )
         comparison = self.comparisons.setdefault(spec.name, GraphComparison())
         comparison.calls += 1

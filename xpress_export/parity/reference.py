@@ -28,9 +28,10 @@ class TransformersReference:
         from transformers import AutoModelForCausalLM
 
         where: dict[str, Any] = {"gguf_file": location.path.name} if location.is_gguf else {}
-        self._model = AutoModelForCausalLM.from_pretrained(
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
             location.folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, local_files_only=True, **where
-        ).eval()
+        )
+        self._model.eval()  # type: ignore[no-untyped-call]
         self._stop_token_ids = list(stop_token_ids)
 
     @torch.inference_mode()
@@ -45,7 +46,7 @@ class TransformersReference:
         from transformers import GenerationConfig
 
         # A config of our own: a checkpoint's may ask for sampling or penalties.
-        config = GenerationConfig(
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=False,
             max_new_tokens=max_new_tokens,
             eos_token_id=self._stop_token_ids or None,

@@ -22,7 +22,7 @@ class GraphRunner:
         self._programs: dict[str, Program] = {}
 
     def run(self, graph: str, inputs: Arrays, dims: dict[str, int]) -> Arrays:
-        """Run one graph; ``dims`` gives the length of each dynamic dim. Cache inputs are copied first, so the arrays given stay as they are."""
+        """Run one graph; ``dims`` gives the length of each dynamic dim. The arrays given are copied first, so they stay as they are."""
         if graph not in self._programs:
             self._programs[graph] = self._backend.load(self._bundle.graph_path(self._backend.graph_set, graph))
         program = self._programs[graph]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from xpress_runtime.backends.base import Buffer, TensorInfo
 from xpress_runtime.errors import BundleError
 
-_DTYPES = {
+_DTYPES: dict[str, np.dtype[Any]] = {
     "tensor(float)": np.dtype(np.float32),
     "tensor(float16)": np.dtype(np.float16),
     "tensor(int64)": np.dtype(np.int64),

@@ -1,0 +1,47 @@
+"""How much memory a bundle needs, from its manifest alone.
+
+What a backend adds (its own code, prepacked weights while loading, scratch memory of operators) is measured, not planned: the README has
+the figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xpress_runtime.manifest import GraphSet, Manifest
+
+_ELEMENT_BYTES = {"fp32": 4, "fp16": 2}
+# Base logits, refined logits and verify logits: fp32 in every precision.
+_LOGIT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes at a capacity and a batch: weights as on disk, key and value caches, and the loop's working buffers."""
+
+    weights: int
+    target_caches: int
+    drafter_caches: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.target_caches + self.drafter_caches + self.working
+
+
+def memory_need(manifest: Manifest, graph_set: GraphSet, *, capacity: int | None = None, batch: int = 1) -> MemoryNeed:
+    """What ``graph_set`` needs for ``batch`` rows of ``capacity`` tokens (default: the bundle's own)."""
+    element = _ELEMENT_BYTES[graph_set.precision]
+    overhang = manifest.cache_rows - manifest.capacity
+    cache_rows = (manifest.capacity if capacity is None else capacity) + overhang
+    target, drafter = manifest.target, manifest.drafter
+    folder = f"graphs/{graph_set.name}/"
+    num_slots = batch * (drafter.block_size + 2 * drafter.num_proposals)
+    features = (2 + len(drafter.tap_layers)) * target.hidden_size
+    feature_rows = max(manifest.prefill_chunk, batch * drafter.block_size) + batch * drafter.block_size
+    return MemoryNeed(
+        weights=sum(record.bytes for name, record in manifest.files.items() if name.startswith(folder)),
+        target_caches=element * target.caches.elements(batch, cache_rows),
+        drafter_caches=element * drafter.caches.elements(batch, cache_rows),
+        working=_LOGIT_BYTES * num_slots * target.vocab_size + element * feature_rows * features,
+    )

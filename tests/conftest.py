@@ -1,0 +1,60 @@
+"""Bundles that many tests share, each built once per run: tiny random ones, and the two conformance cases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import write_drafter, write_target
+from xpress_export.build import build_bundle
+from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint, check_pairing, open_drafter, open_target
+from xpress_export.options import resolve_options
+from xpress_runtime.bundle import Bundle
+
+CONFORMANCE = Path(__file__).parent / "conformance_data"
+
+
+@dataclass(frozen=True)
+class Built:
+    """A bundle and the checkpoints it was built from."""
+
+    bundle: Bundle
+    target: TargetCheckpoint
+    drafter: DrafterCheckpoint
+
+
+def build(target: Path, drafter: Path, output: Path, **options: Any) -> Built:
+    """Build a bundle as the command does, without parity."""
+    target_checkpoint, drafter_checkpoint = open_target(str(target)), open_drafter(str(drafter))
+    check_pairing(target_checkpoint, drafter_checkpoint)
+    resolved = resolve_options(target_checkpoint, drafter_checkpoint, **options)
+    return Built(build_bundle(target_checkpoint, drafter_checkpoint, output, resolved), target_checkpoint, drafter_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A random Qwen3 target and a drafter with refiner for it (block size 4), as folders."""
+    folder = tmp_path_factory.mktemp("tiny")
+    write_target(folder / "target", "qwen3")
+    write_drafter(folder / "drafter", folder / "target")
+    return folder / "target", folder / "drafter"
+
+
+@pytest.fixture(scope="session")
+def tiny(tiny_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A bundle of the tiny folders with every number of passes. It must not be changed."""
+    output = tmp_path_factory.mktemp("bundles") / "tiny"
+    return build(*tiny_folders, output, num_passes=(2, 1, 3), capacity=64, batch=2, prefill_chunk=8)
+
+
+@pytest.fixture(scope="session", params=["qwen3-b4", "llama-b8"])
+def conformance(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Built]:
+    """A conformance case and its bundle, built for every number of passes that the case has results for."""
+    case: str = request.param
+    folder = CONFORMANCE / case
+    passes = (3, 1, 2) if case == "qwen3-b4" else (4, 1, 2, 3, 7)
+    output = tmp_path_factory.mktemp("bundles") / case
+    return case, build(folder / "target", folder / "xpress", output, num_passes=passes, capacity=128, batch=2, prefill_chunk=16)

@@ -1,0 +1,142 @@
+"""`xpress-export demo`: a real target and its drafter, built on this machine, and what speculation gains on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xpress_export.cli.options import combined, json_option, threads_option
+from xpress_export.cli.progress import progress
+from xpress_export.cli.quiet import quiet_libraries
+from xpress_export.cli.show import table
+
+if TYPE_CHECKING:
+    from xpress_export.measure import ModeFigures
+    from xpress_runtime.bundle import Bundle
+
+# Of the held-out prompts, one of each kind: explanation, arithmetic, list, code.
+_PROMPT_INDICES = (4, 5, 15, 19)
+_MODES = {"plain": "plain decoding", "drafter": "drafter only (K=0)", "refined": "drafter and refiner"}
+
+
+@click.command("demo")
+@combined(
+    click.option("--cache", type=click.Path(path_type=Path), help="Where target and bundle are kept. Default: the user's cache folder."),
+    click.option("--max-new-tokens", type=click.IntRange(2, 512), default=64, show_default=True, help="Tokens per prompt."),
+    click.option("--no-parity", is_flag=True, help="Do not compare a newly built bundle with PyTorch and transformers."),
+    threads_option,
+    json_option,
+)
+def command(cache: Path | None, max_new_tokens: int, no_parity: bool, threads: int | None, as_json: bool) -> None:
+    """Download SmolLM2-135M-Instruct once, build its bundle once, and measure plain against speculative decoding.
+
+    All figures are measured in this run. The drafter in this package was trained for under an hour on a CPU.
+    """
+    from xpress_export.demo.target import default_cache, demo_prompts
+    from xpress_export.measure import measure_modes
+    from xpress_runtime.generation import GenerationConfig
+    from xpress_runtime.session import Session
+
+    cache = cache or default_cache()
+    bundle = _bundle(cache, check=not no_parity, quiet=as_json)
+    prompts = [demo_prompts()[index] for index in _PROMPT_INDICES]
+    configs = {
+        "plain": GenerationConfig(max_new_tokens, speculation="off"),
+        "drafter": GenerationConfig(max_new_tokens, num_passes=0),
+        "refined": GenerationConfig(max_new_tokens),
+    }
+    with Session.open(bundle.folder, "ort-cpu", threads=threads, verify=False) as session:
+        messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        with progress("measuring", len(prompts) + 1, quiet=as_json) as report:
+            figures = measure_modes(session, messages, configs, report=report)
+    summary = _summary(bundle, prompts, figures)
+    click.echo(json.dumps(summary) if as_json else _shown(prompts, figures, summary))
+
+
+def _bundle(cache: Path, *, check: bool, quiet: bool) -> Bundle:
+    from xpress_export.demo.bundle import build_demo_bundle, demo_bundle_folder, find_demo_bundle
+    from xpress_export.demo.target import fetch_demo_target
+
+    folder = demo_bundle_folder(cache)
+    found = find_demo_bundle(folder)
+    if found is not None:
+        if not quiet:
+            click.echo(f"using the bundle in {folder}", err=True)
+        return found
+    quiet_libraries()
+    target = fetch_demo_target(cache, report=lambda line: None if quiet else click.echo(line, err=True))
+    with progress("build", 12, quiet=quiet) as report:
+        built = build_demo_bundle(target, folder, report)
+    if check:
+        from xpress_export.checkpoints import open_drafter, open_target
+        from xpress_export.cli.parity import run_parity
+        from xpress_export.demo.target import demo_drafter
+        from xpress_export.parity.report import require_passed
+
+        built = run_parity(built, open_target(str(target)), open_drafter(str(demo_drafter())), as_json=quiet)
+        assert built.manifest.parity is not None
+        require_passed(built.manifest.parity)
+    return built
+
+
+def _summary(bundle: Bundle, prompts: list[str], figures: dict[str, ModeFigures]) -> dict[str, Any]:
+    plain = figures["plain"]
+    texts = {mode: [result.text for result in figures[mode].results] for mode in figures}
+    return {
+        "bundle": str(bundle.folder),
+        "speedup": plain.ms_per_token / figures["refined"].ms_per_token,
+        "speedup_drafter": plain.ms_per_token / figures["drafter"].ms_per_token,
+        "num_passes": bundle.manifest.num_passes[0],
+        "break_even_acceptance_length": {mode: figures[mode].ms_per_round / plain.ms_per_token for mode in figures if mode != "plain"},
+        "same_text": all(texts[mode] == texts["plain"] for mode in texts),
+        "modes": {
+            mode: {
+                "tokens": made.tokens,
+                "ms_per_token": made.ms_per_token,
+                "mean_acceptance_length": made.mean_acceptance_length,
+                "acceptance_by_position": made.acceptance_by_position,
+                "host_share": made.host_share,
+            }
+            for mode, made in figures.items()
+        },
+        "prompts": [
+            {"prompt": prompt, "text": text, "ms_per_token": {mode: made.results[i].stats.ms_per_token for mode, made in figures.items()}}
+            for i, (prompt, text) in enumerate(zip(prompts, texts["refined"], strict=True))
+        ],
+    }
+
+
+def _shown(prompts: list[str], figures: dict[str, ModeFigures], summary: dict[str, Any]) -> str:
+    lines = []
+    for prompt, result in zip(prompts, figures["refined"].results, strict=True):
+        text = " ".join(result.text.split())
+        lines += [f"> {prompt}", f"  {text if len(text) <= 300 else text[:297] + '...'}", ""]
+    plain = figures["plain"]
+    rows = []
+    for mode, name in _MODES.items():
+        made = figures[mode]
+        drafted = mode != "plain"
+        rows.append(
+            [
+                name,
+                f"{made.ms_per_token:.1f}",
+                f"{plain.ms_per_token / made.ms_per_token:.2f}x",
+                f"{made.mean_acceptance_length:.2f}" if drafted else "1",
+                f"{summary['break_even_acceptance_length'][mode]:.2f}" if drafted else "",
+                " ".join(f"{share:.2f}" for share in made.acceptance_by_position),
+            ]
+        )
+    lines.append(table(["", "ms per token", "speed-up", "tokens per round", "needed to win", "accepted at position 1, 2, …"], rows))
+    same = "All three gave the same text." if summary["same_text"] else "THE TEXTS DIFFER: this is a defect or a near tie; run parity."
+    pays = "pays" if summary["speedup"] > 1 else "does not pay yet"
+    gain = f"{summary['speedup']:.2f}x with the refiner, {summary['speedup_drafter']:.2f}x without"
+    lines += [
+        "",
+        f"{same} Tokens per round is the mean acceptance length; a mode wins over plain decoding where it exceeds 'needed to win'.",
+        f"Speculation with this first, briefly trained drafter {pays} on this machine: {gain}.",
+        f"bundle: {summary['bundle']}",
+    ]
+    return "\n".join(lines)

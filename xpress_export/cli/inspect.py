@@ -1,0 +1,93 @@
+"""`xpress-export inspect`: what a bundle holds and needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xpress_export.cli.options import bundle_argument, combined, json_option
+from xpress_export.cli.show import size, table
+
+if TYPE_CHECKING:
+    from xpress_runtime.manifest import Manifest, Origin
+
+
+@click.command("inspect")
+@bundle_argument
+@combined(
+    click.option("--capacity", type=click.IntRange(1), help="Show the memory needed at this capacity. Default: the bundle's."),
+    click.option("--batch", type=click.IntRange(1), help="Show the memory needed for this many rows. Default: the bundle's."),
+    click.option("--no-verify", is_flag=True, help="Do not hash the bundle's files."),
+    json_option,
+)
+def command(bundle: Path, capacity: int | None, batch: int | None, no_verify: bool, as_json: bool) -> None:
+    """Show where BUNDLE came from, its graphs with sizes and operators, its parity result and the memory it needs."""
+    from xpress_runtime.bundle import Bundle
+
+    manifest = Bundle.open(bundle, verify=not no_verify).manifest
+    capacity, batch = capacity or manifest.capacity, batch or manifest.batch
+    if as_json:
+        click.echo(json.dumps({**manifest.to_json(), "memory": _memory(manifest, capacity, batch)}))
+    else:
+        click.echo(_shown(manifest, capacity, batch))
+
+
+def _memory(manifest: Manifest, capacity: int, batch: int) -> dict[str, dict[str, Any]]:
+    from dataclasses import asdict
+
+    from xpress_runtime.memory import memory_need
+
+    needs = {}
+    for graph_set in manifest.graph_sets:
+        need = memory_need(manifest, graph_set, capacity=capacity, batch=batch)
+        needs[graph_set.name] = {"capacity": capacity, "batch": batch, **asdict(need), "total": need.total}
+    return needs
+
+
+def _shown(manifest: Manifest, capacity: int, batch: int) -> str:
+    target, drafter = manifest.target, manifest.drafter
+    refiner = "none (bare DFlash)" if drafter.refiner_rank is None else f"xPress, rank {drafter.refiner_rank}"
+    lines = [
+        f"target    {_origin(target.origin)}",
+        f"          {target.model_type}, {target.caches.num_layers} layers, hidden {target.hidden_size}, vocabulary {target.vocab_size}",
+        f"drafter   {_origin(drafter.origin)}",
+        f"          {drafter.caches.num_layers} layers, block size {drafter.block_size}, {drafter.num_proposals} proposals a round",
+        f"          mask id {drafter.mask_token_id}, taps {list(drafter.tap_layers)}",
+        f"refiner   {refiner}; passes {', '.join(str(passes) for passes in manifest.num_passes)} (the first is the default)",
+        f"          shortlist {manifest.shortlist or 'off'}",
+        f"limits    capacity {manifest.capacity} tokens, batch {manifest.batch}, prefill chunk {manifest.prefill_chunk}",
+        f"tokenizer {'yes' if manifest.has_tokenizer else 'none: token ids only'}; stop tokens {list(target.stop_token_ids)}",
+        f"parity    {_parity(manifest)}",
+        f"built by  {', '.join(f'{name} {version}' for name, version in manifest.built_with.items())}",
+    ]
+    for graph_set in manifest.graph_sets:
+        rows = []
+        for name, graph in graph_set.graphs.items():
+            counts = sorted(graph.operators.items(), key=lambda item: (-item[1], item[0]))
+            shown = ", ".join(f"{count} {operator}" for operator, count in counts[:5]) + (", …" if len(counts) > 5 else "")
+            rows.append([name, size(manifest.files[graph.file].bytes), str(sum(graph.operators.values())), shown])
+        lines += ["", f"graphs {graph_set.name}", table(["graph", "file", "operators", "most frequent"], rows)]
+    for name, need in _memory(manifest, capacity, batch).items():
+        parts = " + ".join(
+            f"{part.replace('_', ' ')} {size(need[part])}" for part in ("weights", "target_caches", "drafter_caches", "working")
+        )
+        lines += ["", f"memory for {name}, capacity {capacity}, batch {batch}: {size(need['total'])} = {parts}"]
+    total = sum(record.bytes for record in manifest.files.values())
+    lines += ["", f"{len(manifest.files)} files, {size(total)}"]
+    return "\n".join(lines)
+
+
+def _origin(origin: Origin) -> str:
+    revision = f" at {origin.revision}" if origin.revision else ""
+    return f"{origin.source}{revision} (licence: {origin.licence or 'not stated'}; identity {origin.identity[:12]})"
+
+
+def _parity(manifest: Manifest) -> str:
+    if manifest.parity is None:
+        return "not checked"
+    generation = manifest.parity["generation"]
+    verdict = "passed" if manifest.parity["passed"] else "FAILED"
+    return f"{verdict}: {len(manifest.parity['graphs'])} graphs, {generation['tokens']} generated tokens"

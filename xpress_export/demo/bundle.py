@@ -1,0 +1,52 @@
+"""The demo's bundle: built once per version of the code that builds it, then found again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import xpress_export
+from xpress_export.demo.target import demo_drafter
+from xpress_runtime.bundle import Bundle
+from xpress_runtime.errors import BundleError
+from xpress_runtime.version import VERSION
+
+DEMO_CAPACITY = 1024
+DEMO_NUM_PASSES = (4, 2, 1)
+_BUILDERS = ("models", "graphs", "checkpoints", "build.py", "graph_set.py", "options.py")
+
+
+def demo_bundle_folder(cache: Path) -> Path:
+    """Where the bundle of this version of the building code lies in ``cache``."""
+    return cache / f"demo-bundle-{VERSION}-{_code_digest()[:12]}"
+
+
+def find_demo_bundle(folder: Path) -> Bundle | None:
+    """The bundle in ``folder`` if it is whole; a damaged one counts as missing."""
+    try:
+        return Bundle.open(folder)
+    except BundleError:
+        return None
+
+
+def build_demo_bundle(target: Path, folder: Path, report: Callable[[str], None]) -> Bundle:
+    """Build the demo's bundle of a downloaded target; replaces what lies in ``folder``."""
+    from xpress_export.build import build_bundle
+    from xpress_export.checkpoints import check_pairing, open_drafter, open_target
+    from xpress_export.options import resolve_options
+
+    report("checkpoints")
+    target_checkpoint, drafter_checkpoint = open_target(str(target)), open_drafter(str(demo_drafter()))
+    check_pairing(target_checkpoint, drafter_checkpoint)
+    options = resolve_options(target_checkpoint, drafter_checkpoint, num_passes=DEMO_NUM_PASSES, capacity=DEMO_CAPACITY)
+    return build_bundle(target_checkpoint, drafter_checkpoint, folder, options, replace=True, report=report)
+
+
+def _code_digest() -> str:
+    package = Path(xpress_export.__file__).parent
+    files = sorted(path for name in _BUILDERS for path in ([package / name] if name.endswith(".py") else (package / name).rglob("*.py")))
+    digest = hashlib.sha256()
+    for path in [*files, *sorted(path for path in demo_drafter().iterdir() if path.suffix in (".json", ".safetensors"))]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
