@@ -64,7 +64,8 @@ def graph_makers(
 ) -> dict[str, Callable[[], GraphSpec]]:
     """For each graph of the set a function that loads its weights and describes it. Only the refiner is kept between calls."""
     config = drafter.config
-    last_start = options.cache_rows - 2 * config.block_size
+    # From there a round ends at most a block further, and a frozen row still needs room for a context run and a block behind its position.
+    last_start = options.cache_rows - 3 * config.block_size
     load_refiner = functools.cache(drafter.refiner_module)
 
     def refiner(passes: int) -> GraphSpec:

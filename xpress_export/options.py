@@ -56,7 +56,7 @@ def resolve_options(
         capacity=capacity,
         batch=batch,
         prefill_chunk=chunk,
-        # A chunk or two blocks may be written from the last position on, and a block of the drafter behind them.
+        # From a position below the capacity a prefill chunk or two rounds may be written, and the drafter's block behind them.
         cache_rows=capacity + max(chunk, 2 * block_size) + block_size,
     )
 

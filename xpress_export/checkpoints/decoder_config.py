@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from xpress_export.checkpoints.locate import shown
 from xpress_export.checkpoints.rope_config import MAX_POSITIONS, read_rope
 from xpress_export.models.decoder import DecoderConfig
 from xpress_runtime.errors import CheckpointError
@@ -121,15 +122,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "per_layer_config": ({}, []),
 }
 
-# Everything we read or that transformers writes into such a config: neither unknown nor a misspelling of something.
-KNOWN_FIELDS = frozenset(NEUTRAL) | {
-    *("model_type", "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "use_cache"),
+# Everything that bears on the numbers: what an unknown field may be a misspelling of. Not token ids, whose names differ by one letter.
+READ_FIELDS = frozenset(NEUTRAL) | {
+    *("model_type", "architectures", "auto_map", "attention_bias", "mlp_bias", "tie_word_embeddings"),
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps", "hidden_act", "hidden_activation"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
-    *("attention_bias", "mlp_bias", "tie_word_embeddings", "attention_dropout", "initializer_range", "pretraining_tp"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "return_dict", "output_attentions"),
-    *("output_hidden_states", "id2label", "label2id", "problem_type", "chunk_size_feed_forward", "is_decoder", "use_return_dict"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window", "layer_types"),
 }
 
 MAX_WIDTH = 2**18
@@ -141,9 +139,9 @@ def read_decoder_config(fields: Fields) -> tuple[str, DecoderConfig]:
     model_type = fields.text("model_type")
     if model_type not in FAMILIES:
         reason = f" ({REFUSED_TYPES[model_type]})" if model_type in REFUSED_TYPES else ""
-        raise CheckpointError(f"{fields.origin}: model_type '{model_type}'{reason} is not supported, expected {', '.join(FAMILIES)}")
+        raise CheckpointError(f"{fields.origin}: model_type '{shown(model_type)}'{reason} is not supported, expected {', '.join(FAMILIES)}")
     refuse_remote_code(fields)
-    refuse_misspelled(fields, KNOWN_FIELDS)
+    refuse_misspelled(fields, READ_FIELDS)
     return model_type, read_family(fields, FAMILIES[model_type])
 
 
@@ -196,10 +194,10 @@ def flag(fields: Fields, name: str) -> bool:
 def refuse_unless(fields: Fields, name: str, neutral: Collection[Any]) -> None:
     """A field may be absent, null or one of the values that change nothing."""
     if name in fields and not any(fields.values[name] == value for value in neutral):
-        shown = json.dumps(fields.values[name])
+        value = shown(json.dumps(fields.values[name]))
         raise CheckpointError(
-            f"{fields.origin}: field '{name}' is {shown[:80]}, which is not supported"
-            + (f"; expected {' or '.join(json.dumps(value) for value in neutral)}" if neutral else "")
+            f"{fields.origin}: field '{name}' is {value}, which is not supported"
+            + (f"; expected {' or '.join(json.dumps(other) for other in neutral)}" if neutral else "")
         )
 
 
@@ -215,16 +213,15 @@ def refuse_remote_code(fields: Fields) -> None:
         )
 
 
-def refuse_misspelled(fields: Fields, known: Iterable[str]) -> None:
+def refuse_misspelled(fields: Fields, known: Collection[str]) -> None:
     """An unknown field that looks like an absent known one; other unknown fields are ignored."""
-    known = set(known)
-    absent = sorted(known - set(fields))
+    absent = sorted(set(known) - set(fields))
     for name in fields:
         if name in known or fields.values[name] is None:
             continue
         if close := difflib.get_close_matches(name, absent, n=1, cutoff=0.87):
-            raise CheckpointError(f"{fields.origin}: field '{name}' is not known; did you mean '{close[0]}'?")
-        logger.debug("%s: field '%s' is ignored", fields.origin, name)
+            raise CheckpointError(f"{fields.origin}: field '{shown(name)}' is not known; did you mean '{close[0]}'?")
+        logger.debug("%s: field '%s' is ignored", fields.origin, shown(name))
 
 
 def _refuse_windows(fields: Fields, family: Family, num_layers: int) -> None:
@@ -238,7 +235,7 @@ def _refuse_windows(fields: Fields, family: Family, num_layers: int) -> None:
         )
     elif "sliding_window" in fields:
         raise CheckpointError(
-            f"{fields.origin}: field 'sliding_window' is {json.dumps(fields.values['sliding_window'])}; sliding windows are not supported"
+            f"{fields.origin}: field 'sliding_window' is {shown(fields.values['sliding_window'])}; sliding windows are not supported"
         )
     if "layer_types" in fields:
         layer_types = fields.required("layer_types")
@@ -246,7 +243,7 @@ def _refuse_windows(fields: Fields, family: Family, num_layers: int) -> None:
             raise CheckpointError(f"{fields.origin}: field 'layer_types' must be a list of num_hidden_layers ({num_layers}) kinds")
         for layer, kind in enumerate(layer_types):
             if kind != "full_attention":
-                raise CheckpointError(f"{fields.origin}: layer_types[{layer}] is {json.dumps(kind)[:80]}; only full_attention is supported")
+                raise CheckpointError(f"{fields.origin}: layer_types[{layer}] is '{shown(kind)}'; only full_attention is supported")
 
 
 def _kv_heads(fields: Fields, family: Family, num_heads: int) -> int:

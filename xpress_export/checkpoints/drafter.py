@@ -13,13 +13,13 @@ from torch import Tensor
 
 from xpress_export.checkpoints.decoder_config import (
     FAMILIES,
-    KNOWN_FIELDS,
+    READ_FIELDS,
     read_family,
     refuse_misspelled,
     refuse_unless,
 )
 from xpress_export.checkpoints.licence import read_licence
-from xpress_export.checkpoints.locate import Location, locate
+from xpress_export.checkpoints.locate import Location, locate, shown
 from xpress_export.checkpoints.packing import Packed, check_tensors, expected_tensors, layer_plan, linear, plain, read_plan
 from xpress_export.checkpoints.target import identity_of
 from xpress_export.checkpoints.tensors import SafetensorsSource, TensorSource
@@ -41,9 +41,7 @@ MIX = f"{HEAD}.mix.L"
 XPRESS_FIELDS = frozenset(
     ("xpress_rank", "xpress_mlp_hidden", "xpress_block_size", "xpress_num_passes", "xpress_candidate_topc", "xpress_topc")
 )
-DRAFTER_FIELDS = (
-    KNOWN_FIELDS | XPRESS_FIELDS | {"num_target_layers", "block_size", "dflash_config", "sample_from_anchor", "enable_thinking"}
-)
+DRAFTER_FIELDS = READ_FIELDS | XPRESS_FIELDS | {"num_target_layers", "block_size", "dflash_config", "sample_from_anchor", "enable_thinking"}
 DFLASH_FIELDS = frozenset(("mask_token_id", "target_layer_ids", "enable_thinking"))
 
 
@@ -161,12 +159,12 @@ def _check_format(fields: Fields) -> bool:
         raise CheckpointError(f"{fields.origin}: speculators checkpoints are not supported; give the xPress serving format or bare DFlash")
     architectures = fields.required("architectures")
     if architectures not in ([XPRESS_ARCHITECTURE], [DFLASH_ARCHITECTURE]):
-        shown = ", ".join(map(str, architectures)) if isinstance(architectures, list) else str(architectures)
+        named = shown(", ".join(map(str, architectures)) if isinstance(architectures, list) else architectures)
         raise CheckpointError(
-            f"{fields.origin}: architecture {shown[:80]} is not a drafter, expected {XPRESS_ARCHITECTURE} or {DFLASH_ARCHITECTURE}"
+            f"{fields.origin}: architecture {named} is not a drafter, expected {XPRESS_ARCHITECTURE} or {DFLASH_ARCHITECTURE}"
         )
-    if fields.text("model_type") != "qwen3":
-        raise CheckpointError(f"{fields.origin}: model_type '{fields.text('model_type')}' of a drafter is not supported, expected qwen3")
+    if (model_type := fields.text("model_type")) != "qwen3":
+        raise CheckpointError(f"{fields.origin}: model_type '{shown(model_type)}' of a drafter is not supported, expected qwen3")
     # auto_map is not looked at: published drafters name their own modelling code there, and its two architectures are what we implement.
     refuse_misspelled(fields, DRAFTER_FIELDS)
     refuse_unless(fields, "sample_from_anchor", (False,))

@@ -147,6 +147,12 @@ def _unreachable(named: str) -> EnvironmentProblem:
 
 
 def one_line(problem: BaseException) -> str:
-    """An exception's message on one line, without what follows the first sentence or two."""
-    text = " ".join(str(problem).split())
-    return text if len(text) <= 200 else text[:197] + "..."
+    """An exception's message on one line."""
+    return shown(" ".join(str(problem).split()), limit=200)
+
+
+def shown(value: object, limit: int = 100) -> str:
+    """A name or a value from an untrusted file, safe inside a one-line message."""
+    text = str(value)
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from xpress_export.checkpoints.locate import shown
 from xpress_export.checkpoints.tensors import TensorSource
 from xpress_export.models.decoder import DecoderConfig
 from xpress_runtime.errors import CheckpointError
@@ -114,6 +115,6 @@ def check_tensors(source: TensorSource, expected: Mapping[str, tuple[int, ...]],
 
 
 def _named(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:MAX_NAMES_SHOWN])
+    listed = ", ".join(f"'{shown(name)}'" for name in names[:MAX_NAMES_SHOWN])
     more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-    return f"tensor {shown} is" if len(names) == 1 else f"tensors {shown}{more} are"
+    return f"tensor {listed} is" if len(names) == 1 else f"tensors {listed}{more} are"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from xpress_export.checkpoints.locate import shown
 from xpress_export.models.rope import SUPPORTED_ROPE_TYPES, RopeConfig
 from xpress_runtime.errors import CheckpointError
 from xpress_runtime.fields import Fields
@@ -82,17 +83,17 @@ def _read_parameters(rope: Fields, config: Fields) -> tuple[str, dict[str, Numbe
     """Kind, scaling parameters and base of one of the two objects."""
     kinds = {rope.text(name) for name in ("rope_type", "type") if name in rope}
     if len(kinds) > 1:
-        raise CheckpointError(f"{rope.origin}: rope_type and type differ ({' and '.join(sorted(kinds))})")
+        raise CheckpointError(f"{rope.origin}: rope_type and type differ ({shown(' and '.join(sorted(kinds)))})")
     kind = kinds.pop() if kinds else "default"
     if kind not in SUPPORTED_ROPE_TYPES:
-        raise CheckpointError(f"{rope.origin}: rope type '{kind}' is not supported, expected one of {', '.join(SUPPORTED_ROPE_TYPES)}")
+        raise CheckpointError(f"{rope.origin}: rope type '{shown(kind)}' is not supported, expected {', '.join(SUPPORTED_ROPE_TYPES)}")
     parameters = PARAMETERS[kind]
     for name in rope:
         known = name in parameters or name in ("rope_type", "type", "rope_theta")
         # 1 is what its absence means.
         neutral = rope.values[name] is None or (name == "partial_rotary_factor" and rope.values[name] == 1)
         if not known and not neutral:
-            raise CheckpointError(f"{rope.origin}: field '{name}' ({rope.values[name]!r}) is not supported for rope type '{kind}'")
+            raise CheckpointError(f"{rope.origin}: field '{shown(name)}' ({shown(rope.values[name])}) is not supported for type '{kind}'")
     scaling: dict[str, Number] = {}
     for name, parameter in parameters.items():
         if name == "original_max_position_embeddings" and name in config:

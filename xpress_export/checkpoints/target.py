@@ -55,6 +55,10 @@ class TargetCheckpoint:
         tables = {EMBEDDING: (config.vocab_size, config.hidden_size)}
         if HEAD in tensors.shapes or not config.tied_embeddings:
             tables[HEAD] = tables[EMBEDDING]
+        if HEAD not in tensors.shapes and HEAD in tables:
+            raise CheckpointError(
+                f"{location.path}: tensor '{HEAD}' is missing; if the head is tied, config.json must say tie_word_embeddings true"
+            )
         check_tensors(tensors, tables | expected_tensors(self._plan), str(location.path), allowed)
 
     def identity(self) -> str:

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from xpress_export.checkpoints.locate import one_line
+from xpress_export.checkpoints.gguf_header import GgufHeader
+from xpress_export.checkpoints.locate import one_line, shown
 from xpress_runtime.errors import CheckpointError, MissingExtraError
 from xpress_runtime.fields import Fields
 
@@ -56,10 +57,10 @@ class SafetensorsSource:
         for path in _weight_files(folder):
             for name, shape, dtype in _read_header(path):
                 if name in files:
-                    raise CheckpointError(f"tensor '{name}' is in two shards, {files[name].name} and {path.name} of {folder}")
+                    raise CheckpointError(f"tensor '{shown(name)}' is in two shards, {files[name].name} and {path.name} of {folder}")
                 if dtype not in FLOAT_DTYPES:
                     raise CheckpointError(
-                        f"{path}: tensor '{name}' has dtype {dtype}, expected {', '.join(FLOAT_DTYPES)}; "
+                        f"{path}: tensor '{shown(name)}' has dtype {dtype}, expected {', '.join(FLOAT_DTYPES)}; "
                         "quantised checkpoints are not read, give the original"
                     )
                 files[name], shapes[name], dtypes[name] = path, shape, dtype
@@ -108,7 +109,7 @@ class GgufSource:
 
     @classmethod
     def from_file(cls, path: Path) -> GgufSource:
-        header = _GgufHeader.from_file(path)
+        header = GgufHeader.from_file(path)
         header.refuse_unsupported()
         from transformers import AutoModelForCausalLM
 
@@ -119,6 +120,7 @@ class GgufSource:
         except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, NotImplementedError, RuntimeError) as problem:
             raise CheckpointError(f"{path} cannot be read as GGUF: {one_line(problem)}; fetch it again") from None
         config = model.config.to_dict()
+        header.check_head_dim(config.get("head_dim"))
         # Says how the file was quantised; what we hold is dequantised.
         config.pop("quantization_config", None)
         tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
@@ -138,54 +140,6 @@ class GgufSource:
                     digest.update(chunk)
             self._sha256 = digest.hexdigest()
         return self._sha256
-
-
-class _GgufHeader:
-    """The metadata that decides whether transformers' reading of a GGUF file is the whole truth."""
-
-    ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-
-    def __init__(self, path: Path, values: Mapping[str, Any], tensor_names: frozenset[str]) -> None:
-        self.path = path
-        self.values = values
-        self.tensor_names = tensor_names
-
-    @classmethod
-    def from_file(cls, path: Path) -> _GgufHeader:
-        try:
-            from gguf import GGUFReader
-        except ImportError:
-            raise MissingExtraError("gguf", "export") from None
-        try:
-            reader = GGUFReader(path)
-            # Arrays (the token lists) are not needed and slow to convert.
-            values = {name: field.contents() for name, field in reader.fields.items() if len(field.types) == 1}
-            names = frozenset(tensor.name for tensor in reader.tensors)
-        except (OSError, ValueError, KeyError, IndexError, TypeError, UnicodeDecodeError, MemoryError, OverflowError) as problem:
-            raise CheckpointError(f"{path} is damaged or not a GGUF file ({one_line(problem)}); fetch it again") from None
-        return cls(path, values, names)
-
-    @property
-    def licence(self) -> str | None:
-        value = self.values.get("general.license")
-        return value if isinstance(value, str) and value else None
-
-    def refuse_unsupported(self) -> None:
-        architecture = self.values.get("general.architecture")
-        if architecture not in self.ARCHITECTURES:
-            raise CheckpointError(f"{self.path}: architecture '{architecture}' is not supported, expected {', '.join(self.ARCHITECTURES)}")
-        if experts := self.values.get(f"{architecture}.expert_count"):
-            raise CheckpointError(f"{self.path}: {architecture}.expert_count is {experts}; mixtures of experts are not supported")
-        # transformers drops both without a word: the frequencies of such a file would be wrong.
-        scaling = self.values.get(f"{architecture}.rope.scaling.type")
-        if scaling not in (None, "none"):
-            raise CheckpointError(
-                f"{self.path}: {architecture}.rope.scaling.type is '{scaling}', which is not read from GGUF; give safetensors"
-            )
-        if "rope_freqs.weight" in self.tensor_names:
-            raise CheckpointError(
-                f"{self.path}: rope_freqs.weight (scaled rotary frequencies) is not read from GGUF; give the safetensors checkpoint"
-            )
 
 
 def require_finite(tensor: Tensor, name: str, origin: str) -> Tensor:
@@ -217,14 +171,16 @@ def _shards(folder: Path) -> list[Path]:
     weight_map = Fields.from_file(folder / INDEX_NAME, CheckpointError).nested("weight_map")
     shards: dict[str, Path] = {}
     for name in weight_map:
+        if not name.isprintable():
+            raise CheckpointError(f"{folder / INDEX_NAME}: '{shown(name)}' is no name of a tensor; fetch it again")
         shard = weight_map.text(name)
         # Shards lie beside their index. (Not decided by resolving: files of the hub's cache are links to elsewhere.)
-        if Path(shard).name != shard or "\\" in shard or "\0" in shard:
-            raise CheckpointError(f"{folder / INDEX_NAME}: shard '{shard}' of tensor '{name}' is not a file name in this folder")
+        if shard in ("", "..") or Path(shard).name != shard or "\\" in shard or not shard.isprintable():
+            raise CheckpointError(f"{folder / INDEX_NAME}: shard '{shown(shard)}' of tensor '{shown(name)}' is no file name here")
         if shard not in shards:
             path = folder / shard
             if not path.is_file():
-                raise CheckpointError(f"{folder}: shard {shard} is missing, {INDEX_NAME} names it for tensor '{name}'; fetch it again")
+                raise CheckpointError(f"{folder}: shard {shard} of tensor '{shown(name)}' is missing; fetch it again")
             shards[shard] = path
     if not shards:
         raise CheckpointError(f"{folder / INDEX_NAME}: weight_map is empty")
@@ -237,10 +193,10 @@ def _check_index(folder: Path, files: Mapping[str, Path]) -> None:
         shard = weight_map.text(name)
         if name not in files or files[name].name != shard:
             held = f"it is in {files[name].name}" if name in files else "no shard has it"
-            raise CheckpointError(f"{folder / INDEX_NAME}: tensor '{name}' is not in its shard {shard}; {held}")
+            raise CheckpointError(f"{folder / INDEX_NAME}: tensor '{shown(name)}' is not in its shard {shard}; {held}")
     for name, path in files.items():
         if name not in weight_map.values:
-            raise CheckpointError(f"{folder / INDEX_NAME}: tensor '{name}' of {path.name} is not in the index")
+            raise CheckpointError(f"{folder / INDEX_NAME}: tensor '{shown(name)}' of {path.name} is not in the index")
 
 
 def _read_header(path: Path) -> list[tuple[str, tuple[int, ...], str]]:

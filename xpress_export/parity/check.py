@@ -61,7 +61,7 @@ def check_parity(
     runner = GraphRunner(bundle, backend)
     logits = compare_target(target_logits(runner, bundle.manifest, text), reference.logits(text)).to_json(tolerance)
     del reference, runner
-    generation = compare_generation(session, prompts, runs, max_new_tokens, report=report).to_json()
+    generation = compare_generation(session, prompts, runs, max_new_tokens, tolerance, report=report).to_json()
     return {
         "passed": all(graph["passed"] for graph in graphs.values()) and logits["passed"] and generation["passed"],
         "graph_set": graph_set.name,

@@ -34,7 +34,7 @@ def compare_arrays(found: NDArray[Any], reference: NDArray[Any]) -> ArrayCompari
         return ArrayComparison(float("inf"), float("inf"), False)
     if found.size == 0 or np.array_equal(found, reference):
         return ArrayComparison(0.0, 0.0, True)
-    if not np.issubdtype(reference.dtype, np.floating) or not np.isfinite(found).all():
+    if not np.issubdtype(reference.dtype, np.floating) or not (np.isfinite(found).all() and np.isfinite(reference).all()):
         return ArrayComparison(float("inf"), float("inf"), False)
     error = float(np.abs(found.astype(np.float64) - reference).max())
     return ArrayComparison(error, error / max(1.0, float(np.abs(reference).max())), False)
@@ -58,8 +58,8 @@ def compare_argmax(found: NDArray[Any], reference: NDArray[Any]) -> ArgmaxCompar
     """Compare the argmax over the last axis. A difference is a tie only within twice the measured error of that row."""
     found, reference = found.reshape(-1, found.shape[-1]), reference.reshape(-1, reference.shape[-1])
     differing = np.flatnonzero(found.argmax(-1) != reference.argmax(-1))
-    unexplained = sum(top_margin(reference[row]) > 2 * float(np.abs(found[row] - reference[row]).max()) for row in differing)
-    return ArgmaxComparison(len(reference), len(reference) - len(differing), unexplained)
+    ties = sum(top_margin(reference[row]) <= 2 * float(np.abs(found[row] - reference[row]).max()) for row in differing)
+    return ArgmaxComparison(len(reference), len(reference) - len(differing), len(differing) - ties)
 
 
 def top_margin(logits: NDArray[Any]) -> float:

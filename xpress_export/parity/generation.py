@@ -1,7 +1,7 @@
 """Generation through the runtime against transformers' greedy continuation, token by token, plain and for every built number of passes.
 
-A difference counts as a tie only when the reference's two best logits differ by at most twice the measured logit error at that step;
-each is listed with its margin. After a tie the two texts go different ways, so the comparison of that prompt ends there.
+A difference counts as a tie only when the reference's two best logits differ by at most twice the measured logit error at that step, and
+that error is within the tolerance: a wrong target must not explain its own tokens. Each is listed with its margin. After a tie the two texts go different ways, so the comparison of that prompt ends there.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class Divergence:
     expected: int | None
     margin: float
     logit_error: float
+    allowed_error: float
 
     @property
     def tie(self) -> bool:
-        return self.margin <= 2 * self.logit_error
+        return self.margin <= 2 * self.logit_error and self.logit_error <= self.allowed_error
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,14 @@ def compare_generation(
     prompts: Sequence[Sequence[int]],
     references: Sequence[ReferenceRun],
     max_new_tokens: int,
+    tolerance: float,
     *,
     report: Callable[[str], None] = lambda _: None,
 ) -> GenerationComparison:
-    """Generate every prompt in every mode and compare with the references; ``report`` hears each mode's name."""
+    """Generate every prompt in every mode and compare with the references; ``report`` hears each mode's name.
+
+    ``tolerance`` is the largest logit error of a tie, relative to the reference's largest magnitude (at least 1).
+    """
     runner = GraphRunner(session.bundle, session.backend)
     configs = modes(session, max_new_tokens)
     compared = 0
@@ -88,7 +93,7 @@ def compare_generation(
             first = first_difference(found, reference.tokens)
             compared += len(reference.tokens) if first is None else first
             if first is not None:
-                divergences.append(_divergence(runner, session, index, mode, first, prompt, found, reference))
+                divergences.append(_divergence(runner, session, index, mode, first, prompt, found, reference, tolerance))
     return GenerationComparison(len(prompts), list(configs), compared, divergences)
 
 
@@ -109,15 +114,17 @@ def _divergence(
     prompt: Sequence[int],
     found: Sequence[int],
     reference: ReferenceRun,
+    tolerance: float,
 ) -> Divergence:
     if first < len(reference.logits):
         expected_logits = reference.logits[first]
         ours = target_logits(runner, session.bundle.manifest, [*prompt, *reference.tokens[:first]])[-1]
         margin, error = top_margin(expected_logits), float(np.abs(ours - expected_logits).max())
+        allowed = tolerance * max(1.0, float(np.abs(expected_logits).max()))
     else:
         # The reference had stopped: no logits of it could explain a further token.
-        margin, error = float("inf"), 0.0
-    return Divergence(prompt_index, mode, first, _at(found, first), _at(reference.tokens, first), margin, error)
+        margin, error, allowed = float("inf"), 0.0, 0.0
+    return Divergence(prompt_index, mode, first, _at(found, first), _at(reference.tokens, first), margin, error, allowed)
 
 
 def _at(tokens: Sequence[int], index: int) -> int | None:
