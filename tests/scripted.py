@@ -1,8 +1,8 @@
 """A target and a drafter whose every token is known beforehand: acceptance is dictated, not learned.
 
-The target is a permutation: whatever stands before, token t is followed by ``successor(t)``. The drafter's base logits are constant, so that
-its seed is one fixed token in every slot; the refiner knows the permutation. Pass k therefore settles slot k and no other: with K passes
-exactly K drafts are accepted in every round (none with K = 0, all with K = block size - 1).
+The target is a permutation: whatever stands before, token t is followed by ``successor(t)``. The drafter's base logits are constant, so
+that its seed is one fixed token in every slot; the refiner knows the permutation. Pass k therefore settles slot k and no other: with K
+passes exactly K drafts are accepted in every round (none with K = 0, all with K = block size - 1).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CYCLE = list(range(1, 31))
 
 
 def successor(token: int) -> int:
-    """The target's next token: 1 → 2 → … → 30 → 1. Anything else goes to 31, which is on no cycle, so that no wrong draft is right by luck."""
+    """The target's next token: 1 → 2 → … → 30 → 1. Anything else goes to 31, off the cycle, so that no wrong draft is right by luck."""
     return token % 30 + 1 if token in _CYCLE else MASK_TOKEN_ID
 
 

@@ -3,50 +3,118 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from xpress_runtime.errors import OutputError
+from xpress_runtime.manifest import MANIFEST_FILE
+
+# What a build or an export writes, as paths in its folder.
+_WRITTEN = re.compile(
+    r"bundle\.json|\.bundle\.json\.partial|tokenizer/(tokenizer\.json|settings\.json|chat_template\.jinja)"
+    r"|(graphs/[^/]+/)?(weights\.bin|(accept|drafter|embed|head|target|refiner-k\d+)\.onnx)"
+)
 
 
 def refuse_existing(output: Path, *, replace: bool) -> None:
-    """OutputError when ``output`` is in the way; a caller asks early, before minutes of work."""
-    if output.is_symlink() or (output.exists() and not replace):
-        raise OutputError(f"{output} exists already; give another --output, or --force to replace it")
-    if output.exists() and not output.is_dir():
-        raise OutputError(f"{output} is a file, expected a folder to replace")
+    """OutputError when ``output`` cannot become a folder; a caller asks early, before minutes of work.
+
+    ``replace`` allows it to be an empty folder, a bundle or exported graphs already: a folder with anything else in it is never removed.
+    """
+    with _disk_errors(output):
+        if output.name in ("", ".."):
+            raise OutputError(f"'{output}' names no new folder; give --output a name of its own")
+        if output.is_symlink():
+            raise OutputError(f"{output} is a link; give another --output")
+        _nearest_folder(output)
+        if not output.exists():
+            return
+        if not output.is_dir():
+            raise OutputError(f"{output} is a file; give another --output")
+        foreign = _foreign_file(output)
+        if not replace:
+            hint = ", or --force to replace it" if foreign is None else ""
+            raise OutputError(f"{output} exists already; give another --output{hint}")
+        if foreign is not None:
+            raise OutputError(
+                f"{output} holds {foreign}, which is not part of a bundle or of exported graphs, so it is not replaced; "
+                "give another --output"
+            )
 
 
 @contextmanager
 def staged_folder(output: Path, *, needed_bytes: int, replace: bool) -> Iterator[Path]:
     """A fresh folder beside ``output``, renamed to it when the block ends without an exception and removed otherwise, Ctrl-C included.
 
-    ``needed_bytes`` is compared with the free space first. An existing ``output`` is refused, or with ``replace`` exchanged at the end.
-    Raises OutputError.
+    ``needed_bytes`` is compared with the free space first. An existing ``output`` is refused, or with ``replace`` exchanged at the end
+    (see :func:`refuse_existing`). Raises OutputError.
     """
     refuse_existing(output, replace=replace)
     parent = output.absolute().parent
     with _disk_errors(output):
-        parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(parent).free
-        if free < needed_bytes:
-            raise OutputError(
-                f"{output} needs about {needed_bytes / 1e6:.0f} MB and its disk has {free / 1e6:.0f} MB free; "
-                "make room or give another --output"
-            )
-        staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=parent))
+        free = shutil.disk_usage(_nearest_folder(output)).free
+    if free < needed_bytes:
+        raise OutputError(
+            f"{output} needs about {needed_bytes / 1e6:.0f} MB and its disk has {free / 1e6:.0f} MB free; "
+            "make room or give another --output"
+        )
+    made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    staging = None
     try:
         with _disk_errors(output):
+            parent.mkdir(parents=True, exist_ok=True)
+            staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=parent))
             # mkdtemp makes folders that only their owner may read.
             staging.chmod(0o777 & ~_umask())
             yield staging
             _exchange(staging, output)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        try:
+            if staging is not None:
+                _remove(staging)
+        finally:
+            for folder in made:
+                # Not empty once the output lies in it.
+                with suppress(OSError):
+                    folder.rmdir()
+
+
+def _nearest_folder(output: Path) -> Path:
+    """The folder nearest to ``output`` that exists; OutputError where something else is in its place."""
+    nearest = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
+    if not nearest.is_dir():
+        raise OutputError(f"{output} cannot be written: {nearest} is not a folder; give another --output")
+    return nearest
+
+
+def _foreign_file(folder: Path) -> str | None:
+    """A file in ``folder`` that no build or export put there."""
+    try:
+        listed = set(json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))["files"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        # No bundle, or a damaged one; its usual files are still known by name.
+        listed = set()
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        is_file = path.is_symlink() or not path.is_dir()
+        if is_file and name not in listed and not _WRITTEN.fullmatch(name):
+            return name
+    return None
+
+
+def _remove(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException:
+        # A second Ctrl-C, from someone who thinks that the first one had no effect.
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _exchange(staging: Path, output: Path) -> None:
@@ -60,7 +128,7 @@ def _exchange(staging: Path, output: Path) -> None:
     except BaseException:
         retired.rename(output)
         raise
-    shutil.rmtree(retired, ignore_errors=True)
+    _remove(retired)
 
 
 @contextmanager

@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from xpress_runtime.errors import BundleError
+from xpress_runtime.errors import BundleError, OutputError
 from xpress_runtime.fields import Fields
 from xpress_runtime.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest
 
@@ -32,13 +34,19 @@ class Bundle:
         ``verify`` hashes every file (about a second per gigabyte); without it only presence and size are checked. Raises BundleError.
         """
         path = Path(folder)
-        if not path.is_dir():
+        try:
+            found = path.is_dir()
+        except OSError as problem:
+            raise BundleError(f"{path} cannot be opened: {problem.strerror}") from None
+        if not found:
             raise BundleError(f"{path} is not a bundle folder; make one with: xpress-export build --output {path} …")
         if not (path / MANIFEST_FILE).is_file():
             raise BundleError(f"{path} holds no {MANIFEST_FILE}, so it is not a bundle; make one with: xpress-export build")
         bundle = cls(path, read_manifest(Fields.from_file(path / MANIFEST_FILE, BundleError)))
         for name, record in bundle.manifest.files.items():
             bundle._check_file(name, record, verify)
+        if bundle.manifest.has_tokenizer and not any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in bundle.manifest.files):
+            raise BundleError(f"{path / MANIFEST_FILE}: has_tokenizer is true, but 'files' lists nothing in {TOKENIZER_FOLDER}/")
         return bundle
 
     @property
@@ -53,26 +61,43 @@ class Bundle:
         return self.folder / graphs[graph].file
 
     def write_manifest(self, manifest: Manifest) -> Bundle:
-        """Replace ``bundle.json`` in one step; the old one stays whole until then."""
-        write_manifest(self.folder, manifest)
+        """Replace ``bundle.json`` in one step; the old one stays whole until then. Raises OutputError."""
+        try:
+            write_manifest(self.folder, manifest)
+        except OSError as problem:
+            raise OutputError(f"{self.folder / MANIFEST_FILE} cannot be replaced: {problem.strerror}; it stays as it was") from None
         return Bundle(self.folder, manifest)
 
     def _check_file(self, name: str, record: FileRecord, verify: bool) -> None:
-        pure = PurePosixPath(name)
         path = self.folder / name
-        # A link could lead out of the folder as well as a path can.
-        if pure.is_absolute() or ".." in pure.parts or "\\" in name or not path.resolve().is_relative_to(self.folder.resolve()):
-            raise BundleError(f"{self.folder}: the manifest lists '{name}', which leaves the bundle folder; do not use this bundle")
+        if not self._is_inside(name):
+            raise BundleError(f"{self.folder}: the manifest lists {name!r}, which leaves the bundle folder; do not use this bundle")
+        again = "build or copy the bundle again"
         try:
-            size = path.stat().st_size
+            status = path.stat()
         except OSError:
-            raise BundleError(f"{self.folder}: {name} is missing; build or copy the bundle again") from None
-        if size != record.bytes:
-            raise BundleError(f"{self.folder}: {name} has {size} bytes, the manifest says {record.bytes}; build or copy the bundle again")
-        if verify and file_sha256(path) != record.sha256:
-            raise BundleError(
-                f"{self.folder}: the content of {name} is not what was built (sha256 differs); build or copy the bundle again"
-            )
+            raise BundleError(f"{self.folder}: {name} is missing; {again}") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise BundleError(f"{self.folder}: {name!r} is not a file; {again}")
+        if status.st_size != record.bytes:
+            raise BundleError(f"{self.folder}: {name} has {status.st_size} bytes, the manifest says {record.bytes}; {again}")
+        try:
+            changed = verify and file_sha256(path) != record.sha256
+        except OSError as problem:
+            raise BundleError(f"{self.folder}: {name} cannot be read: {problem.strerror}") from None
+        if changed:
+            raise BundleError(f"{self.folder}: the content of {name} is not what was built (sha256 differs); {again}")
+
+    def _is_inside(self, name: str) -> bool:
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name:
+            return False
+        try:
+            # A link could lead out of the folder as well as a path can.
+            return (self.folder / name).resolve().is_relative_to(self.folder.resolve())
+        except (OSError, RuntimeError):
+            # Python's answer to a link that leads to itself.
+            return False
 
 
 def file_sha256(path: Path) -> str:
@@ -84,5 +109,12 @@ def file_sha256(path: Path) -> str:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write ``bundle.json`` beside its final name and rename it."""
     partial = folder / f".{MANIFEST_FILE}.partial"
-    partial.write_text(json.dumps(manifest.to_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    partial.replace(folder / MANIFEST_FILE)
+    text = json.dumps(manifest.to_json(), indent=1, ensure_ascii=False) + "\n"
+    try:
+        # A path that is not valid Unicode holds lone surrogates; their backslash form is JSON's own escape.
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+        partial.replace(folder / MANIFEST_FILE)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise

@@ -5,15 +5,19 @@ Knows the layout of the description; knows nothing about files, backends or grap
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from xpress_runtime.errors import BundleError
 from xpress_runtime.fields import Fields
+from xpress_runtime.sets import AttentionForm
 from xpress_runtime.version import BUNDLE_FORMAT
 
 MANIFEST_FILE = "bundle.json"
+
+_PRECISIONS = ("fp32", "fp16")
+_GRAPHS = ("embed", "target", "head", "drafter", "accept")
 
 
 @dataclass(frozen=True)
@@ -158,23 +162,33 @@ def read_manifest(fields: Fields) -> Manifest:
         graph_sets=tuple(_graph_set(entry) for entry in _objects(fields, "graph_sets")),
         has_tokenizer=fields.boolean("has_tokenizer"),
         files={name: _file(entry) for name, entry in _entries(fields.nested("files"))},
-        built_with=dict(fields.nested("built_with").values),
-        parity=fields.nested("parity").values if "parity" in fields else None,
+        built_with=_texts(fields.nested("built_with")),
+        parity=_parity(fields.nested("parity")) if "parity" in fields else None,
     )
     _check(manifest, fields.origin)
     return manifest
 
 
 def _check(manifest: Manifest, origin: str) -> None:
-    num_proposals = manifest.drafter.num_proposals
+    target, drafter, num_proposals = manifest.target, manifest.drafter, manifest.drafter.num_proposals
     if 0 not in manifest.num_passes or max(manifest.num_passes) > num_proposals:
         raise BundleError(f"{origin}: num_passes {list(manifest.num_passes)} must contain 0 and stay at most {num_proposals}")
     if manifest.cache_rows < manifest.capacity + manifest.prefill_chunk + manifest.drafter.block_size:
         raise BundleError(f"{origin}: {manifest.cache_rows} cache rows cannot hold a capacity of {manifest.capacity} tokens")
+    for what, token in (("mask_token_id", drafter.mask_token_id), *(("stop_token_ids", token) for token in target.stop_token_ids)):
+        if token >= target.vocab_size:
+            raise BundleError(f"{origin}: {what} has token {token}, expected less than the target's vocab_size {target.vocab_size}")
+    if manifest.shortlist > target.vocab_size:
+        raise BundleError(f"{origin}: shortlist is {manifest.shortlist}, expected at most the target's vocab_size {target.vocab_size}")
+    if not manifest.graph_sets:
+        raise BundleError(f"{origin}: field 'graph_sets' is empty, expected at least one set of graphs")
     for graph_set in manifest.graph_sets:
-        for graph in graph_set.graphs.values():
+        for name in (*_GRAPHS, *(f"refiner-k{passes}" for passes in manifest.num_passes)):
+            if name not in graph_set.graphs:
+                raise BundleError(f"{origin}: graph {name} of set {graph_set.name} is missing")
+        for name, graph in graph_set.graphs.items():
             if graph.file not in manifest.files:
-                raise BundleError(f"{origin}: graph file {graph.file} of set {graph_set.name} is not among 'files'")
+                raise BundleError(f"{origin}: graph {name} of set {graph_set.name} is in {graph.file!r}, which is not among 'files'")
 
 
 def _target(fields: Fields) -> TargetRecord:
@@ -216,13 +230,37 @@ def _caches(fields: Fields) -> CacheShape:
 
 def _graph_set(fields: Fields) -> GraphSet:
     graphs = {
-        name: GraphRecord(entry.text("file"), dict(entry.nested("operators").values)) for name, entry in _entries(fields.nested("graphs"))
+        name: GraphRecord(entry.text("file"), _counts(entry.nested("operators"))) for name, entry in _entries(fields.nested("graphs"))
     }
-    return GraphSet(fields.text("precision"), fields.text("attention_form"), graphs)
+    attention_forms = [form.value for form in AttentionForm]
+    return GraphSet(_choice(fields, "precision", _PRECISIONS), _choice(fields, "attention_form", attention_forms), graphs)
+
+
+def _parity(fields: Fields) -> Mapping[str, Any]:
+    """As it is, but for what is shown of it."""
+    fields.boolean("passed")
+    fields.nested("graphs")
+    fields.nested("generation").integer("tokens")
+    return fields.values
 
 
 def _file(fields: Fields) -> FileRecord:
     return FileRecord(fields.integer("bytes", maximum=2**63), fields.text("sha256"))
+
+
+def _choice(fields: Fields, name: str, choices: Sequence[str]) -> str:
+    value = fields.text(name)
+    if value not in choices:
+        raise BundleError(f"{fields.origin}: field '{name}' is '{value[:40]}', expected one of {', '.join(choices)}")
+    return value
+
+
+def _counts(fields: Fields) -> dict[str, int]:
+    return {name: fields.integer(name) for name in fields}
+
+
+def _texts(fields: Fields) -> dict[str, str]:
+    return {name: fields.text(name) for name in fields}
 
 
 def _entries(fields: Fields) -> list[tuple[str, Fields]]:

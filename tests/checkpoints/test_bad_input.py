@@ -270,6 +270,27 @@ def test_spoilt_checkpoint(name: str, change: Change, named: tuple[str, ...], co
     assert_refused(lambda: open_any(folder), *named)
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama", fields(model_type="gpt\n9\x1b[31m")),
+        ("llama", fields(**{"rope_theta\n": 1.0})),
+        ("llama", fields(rope_parameters={"rope_type": "a\nb"})),
+        ("llama", fields(rope_parameters={"rope_type": "default", "a\nb": "c\nd"})),
+        ("llama", fields(hidden_act="si\nlu")),
+        ("llama", tensors(**{"a\nb": torch.ones(2)})),
+        ("sharded", lambda folder: edit_index(folder, **{"a\nb": "c\nd"})),
+        ("sharded", lambda folder: edit_index(folder, model__norm__weight="c\nd")),
+    ],
+)
+def test_control_characters_stay_out_of_messages(name: str, change: Change, copy: Callable[[str], Path]) -> None:
+    folder = copy(name)
+    change(folder)
+    with pytest.raises(CheckpointError) as caught:
+        open_any(folder)
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"a": NaN', "\udcff", '{"model_type": "llama", ' + '"a": [' * 5000])
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors.index.json"])
 def test_broken_json(file: str, text: str, copy: Callable[[str], Path]) -> None:

@@ -26,16 +26,19 @@ NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
 
 
-def write_gguf(path: Path, model: Any, *, quantised: bool = False, architecture: str = "llama", **extra: Any) -> None:
-    """As llama.cpp's converter writes a Llama: q and k rows are interleaved for its rotary kernel."""
+def write_gguf(path: Path, model: Any, *, quantised: bool = False, architecture: str | None = None, **extra: Any) -> None:
+    """As llama.cpp's converter writes them: q and k rows of a Llama are interleaved for its rotary kernel."""
     config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    writer = gguf.GGUFWriter(path, architecture or config.model_type)
     writer.add_license("apache-2.0")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
@@ -45,31 +48,37 @@ def write_gguf(path: Path, model: Any, *, quantised: bool = False, architecture:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_key_length(extra.get("key_length", head_dim))
     writer.add_vocab_size(config.vocab_size)
     for key, value in extra.items():
         if key == "expert_count":
             writer.add_expert_count(value)
         elif key == "scaling":
             writer.add_rope_scaling_type(value)
+        elif key == "window":
+            writer.add_sliding_window(value)
     tensors = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
     if not config.tie_word_embeddings:
         tensors["output.weight"] = "lm_head.weight"
     for layer in range(config.num_hidden_layers):
-        tensors |= {f"blk.{layer}.{theirs}.weight": f"model.layers.{layer}.{ours}.weight" for ours, theirs in NAMES.items()}
+        for ours, theirs in NAMES.items():
+            for kind in ("weight", "bias"):
+                tensors[f"blk.{layer}.{theirs}.{kind}"] = f"model.layers.{layer}.{ours}.{kind}"
     state = model.state_dict()
+    tensors = {theirs: ours for theirs, ours in tensors.items() if ours in state and theirs != extra.get("without")}
     for theirs, ours in tensors.items():
         values = state[ours].numpy()
-        if theirs.endswith(("attn_q.weight", "attn_k.weight")):
-            heads = values.shape[0] // config.head_dim
-            values = values.reshape(heads, 2, config.head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
+        if config.model_type in ("llama", "mistral") and theirs.endswith(("attn_q.weight", "attn_k.weight")):
+            heads = values.shape[0] // head_dim
+            values = values.reshape(heads, 2, head_dim // 2, -1).swapaxes(1, 2).reshape(values.shape)
         if quantised and values.ndim == 2:
             kind = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(theirs, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
         else:
             writer.add_tensor(theirs, np.ascontiguousarray(values))
     if "rope_freqs" in extra:
-        writer.add_tensor("rope_freqs.weight", np.ones(config.head_dim // 2, dtype=np.float32))
+        writer.add_tensor("rope_freqs.weight", np.ones(head_dim // 2, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -77,14 +86,21 @@ def write_gguf(path: Path, model: Any, *, quantised: bool = False, architecture:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_equals_the_model_it_was_made_from(tied: bool, tmp_path: Path) -> None:
-    model = write_target(tmp_path / "original", tie_word_embeddings=tied, **SIZES)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_equals_the_model_it_was_made_from(model_type: str, tied: bool, tmp_path: Path) -> None:
+    sizes = dict(SIZES)
+    if model_type == "qwen2":
+        del sizes["head_dim"]
+    elif model_type == "qwen3":
+        # The only one that transformers assumes for this architecture.
+        sizes["head_dim"] = 128
+    model = write_target(tmp_path / "original", model_type, tie_word_embeddings=tied, **sizes)
     (tmp_path / "gguf").mkdir()
     write_gguf(tmp_path / "gguf/tiny.gguf", model)
     # A folder with one .gguf and nothing else is that file.
     target = open_target(str(tmp_path / "gguf"))
     assert target.location.path == tmp_path / "gguf/tiny.gguf"
-    assert target.model_type == "llama"
+    assert target.model_type == model_type
     assert target.licence == "apache-2.0"
     assert target.config.tied_embeddings == tied
     ids = [5, 17, 60, 0, 33]
@@ -110,8 +126,12 @@ def test_quantised(tmp_path: Path) -> None:
     [
         ({"architecture": "gemma2"}, "gemma2"),
         ({"expert_count": 8}, "expert_count is 8"),
-        ({"scaling": gguf.RopeScalingType.YARN}, "rope.scaling.type is 'yarn'"),
+        ({"scaling": gguf.RopeScalingType.YARN}, "rope.scaling.type is yarn"),
         ({"rope_freqs": True}, "rope_freqs.weight"),
+        ({"window": 4096}, "attention.sliding_window is 4096"),
+        ({"key_length": 32}, "attention.key_length is 32"),
+        ({"without": "blk.1.ffn_up.weight"}, "'blk.1.ffn_up.weight' is missing"),
+        ({"without": "output_norm.weight"}, "'output_norm.weight' is missing"),
     ],
 )
 def test_refused(extra: dict[str, Any], named: str, tmp_path: Path) -> None:
@@ -120,6 +140,12 @@ def test_refused(extra: dict[str, Any], named: str, tmp_path: Path) -> None:
         open_target(str(tmp_path / "x.gguf"))
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_biases_that_transformers_would_drop(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "x.gguf", write_target(tmp_path / "original", attention_bias=True, **SIZES))
+    with pytest.raises(CheckpointError, match=r"'blk\.0\.attn_k\.bias' is not part"):
+        open_target(str(tmp_path / "x.gguf"))
 
 
 def test_damaged(tmp_path: Path) -> None:

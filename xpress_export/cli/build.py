@@ -42,8 +42,12 @@ def command(
     from xpress_export.graph_set import graph_names
     from xpress_export.options import resolve_options
     from xpress_export.staging import refuse_existing
+    from xpress_runtime.backends import open_backend
 
     refuse_existing(output, replace=force)
+    if not no_parity:
+        # What the check will need at the end is missed now, before minutes of work.
+        open_backend("ort-cpu")
     quiet_libraries()
     target_checkpoint = open_target(target, target_revision)
     drafter_checkpoint = open_drafter(drafter, drafter_revision)

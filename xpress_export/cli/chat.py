@@ -57,7 +57,6 @@ def command(
                 for piece in stream:
                     answer += piece.text
                     click.echo(piece.text, nl=False)
-                    sys.stdout.flush()
             except KeyboardInterrupt:
                 click.echo(" [stopped]", nl=False)
             click.echo()
@@ -68,10 +67,13 @@ def command(
 
 
 def _read_line() -> str | None:
-    if sys.stdin.isatty():
-        try:
-            return input("> ").strip()
-        except EOFError:
-            return None
-    line = sys.stdin.readline()
+    # None: started with standard input closed.
+    if sys.stdin is None:
+        return None
+    try:
+        line = input("> ") + "\n" if sys.stdin.isatty() else sys.stdin.readline()
+    except EOFError:
+        return None
+    except UnicodeDecodeError as problem:
+        raise PromptError(f"standard input is not UTF-8 text: {problem.reason} at byte {problem.start}") from None
     return line.strip() if line else None

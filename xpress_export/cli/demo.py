@@ -57,7 +57,7 @@ def command(cache: Path | None, max_new_tokens: int, no_parity: bool, threads: i
 
 
 def _bundle(cache: Path, *, check: bool, quiet: bool) -> Bundle:
-    from xpress_export.demo.bundle import build_demo_bundle, demo_bundle_folder, find_demo_bundle
+    from xpress_export.demo.bundle import build_demo_bundle, demo_bundle_folder, find_demo_bundle, open_demo_checkpoints
     from xpress_export.demo.target import fetch_demo_target
 
     folder = demo_bundle_folder(cache)
@@ -67,16 +67,16 @@ def _bundle(cache: Path, *, check: bool, quiet: bool) -> Bundle:
             click.echo(f"using the bundle in {folder}", err=True)
         return found
     quiet_libraries()
-    target = fetch_demo_target(cache, report=lambda line: None if quiet else click.echo(line, err=True))
+    gguf = fetch_demo_target(cache, report=lambda line: None if quiet else click.echo(line, err=True))
     with progress("build", 12, quiet=quiet) as report:
-        built = build_demo_bundle(target, folder, report)
+        report("checkpoints")
+        target, drafter = open_demo_checkpoints(gguf)
+        built = build_demo_bundle(target, drafter, folder, report)
     if check:
-        from xpress_export.checkpoints import open_drafter, open_target
         from xpress_export.cli.parity import run_parity
-        from xpress_export.demo.target import demo_drafter
         from xpress_export.parity.report import require_passed
 
-        built = run_parity(built, open_target(str(target)), open_drafter(str(demo_drafter())), as_json=quiet)
+        built = run_parity(built, target, drafter, as_json=quiet)
         assert built.manifest.parity is not None
         require_passed(built.manifest.parity)
     return built

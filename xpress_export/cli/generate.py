@@ -55,7 +55,6 @@ def command(
         for piece in stream:
             if not as_json:
                 click.echo(piece.text, nl=False)
-                sys.stdout.flush()
         result = stream.result
     if as_json:
         fields = {"text": result.text, "tokens": result.tokens, "finish_reason": result.finish_reason, "stats": result.stats.to_json()}
@@ -77,7 +76,8 @@ def _prompt(session: Any, prompt: str | None, chat: bool | None, system: str | N
         except ValueError:
             raise PromptError(f"--tokens is {tokens!r}, expected token ids such as 1,15,3") from None
     if prompt is None:
-        if sys.stdin.isatty():
+        # None: started with standard input closed.
+        if sys.stdin is None or sys.stdin.isatty():
             raise PromptError("no prompt: give it as an argument or on standard input")
         try:
             prompt = sys.stdin.read()

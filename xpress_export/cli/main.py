@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
-from xpress_runtime.errors import MissingExtraError, UserError, XpressError
+from xpress_runtime.errors import EnvironmentProblem, MissingExtraError, UserError, XpressError
 from xpress_runtime.version import VERSION
 
 # name → (module, one line of help). The help is here so that listing the commands imports none of them.
@@ -43,9 +47,24 @@ _EXTRAS = {
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
+# What the system refuses: not the user's input, and no defect either.
+_SYSTEM_ERRORS = (errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS)
+
+
+class _ReaderGone(Exception):
+    """Standard output or error is a pipe that nobody reads any more."""
+
 
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called."""
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        with _broken_pipes():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _broken_pipes():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
@@ -78,9 +97,15 @@ def cli(log_level: str) -> None:
 
 def main() -> NoReturn:
     """Run the program and exit; a known error is one line on standard error."""
-    signal.signal(signal.SIGTERM, _terminate)
+    for name in ("SIGTERM", "SIGHUP"):
+        # Not every system has both; one that is ignored (nohup) stays so.
+        if (signum := getattr(signal, name, None)) is not None and signal.getsignal(signum) is signal.SIG_DFL:
+            signal.signal(signum, _terminate)
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A terminal that cannot show a character is no reason to lose the rest of a text.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        cli.main(standalone_mode=False)
+        cli.main(prog_name="xpress-export", standalone_mode=False)
     except XpressError as error:
         _fail(str(error), error.exit_code)
     except ModuleNotFoundError as error:
@@ -89,6 +114,9 @@ def main() -> NoReturn:
             raise
         missing = MissingExtraError(package, _EXTRAS[package])
         _fail(str(missing), missing.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(UserError.exit_code)
     except click.UsageError as error:
         hint = f" (see: {error.ctx.command_path} --help)" if error.ctx else ""
         _fail(f"{error.format_message()}{hint}", UserError.exit_code)
@@ -96,16 +124,37 @@ def main() -> NoReturn:
         _fail(error.format_message(), UserError.exit_code)
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
-    except BrokenPipeError:
-        # The reader went away; what is still buffered has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except _ReaderGone:
+        _discard_output()
         sys.exit(141)
+    except OSError as error:
+        if error.errno not in _SYSTEM_ERRORS:
+            raise
+        _discard_output()
+        _fail(f"{error.strerror}: {error.filename or 'standard output'}", EnvironmentProblem.exit_code)
     sys.exit(0)
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:
     click.echo(f"xpress-export: {' '.join(message.split())}", err=True)
     sys.exit(exit_code)
+
+
+@contextmanager
+def _broken_pipes() -> Iterator[None]:
+    # Under another name: click makes exit code 1 of it, which is a failed check here.
+    try:
+        yield
+    except BrokenPipeError:
+        raise _ReaderGone from None
+
+
+def _discard_output() -> None:
+    """What is still buffered has nowhere to go, and must not fail once more when the interpreter ends."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (AttributeError, OSError):
+        return
 
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001

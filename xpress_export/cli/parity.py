@@ -12,10 +12,12 @@ from xpress_export.cli.options import bundle_argument, json_option, threads_opti
 from xpress_export.cli.progress import progress
 from xpress_export.cli.quiet import quiet_libraries
 from xpress_export.cli.show import table
+from xpress_runtime.errors import OptionError
 
 if TYPE_CHECKING:
     from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
     from xpress_runtime.bundle import Bundle
+    from xpress_runtime.manifest import Origin
 
 
 @click.command("parity")
@@ -36,9 +38,8 @@ def command(bundle: Path, target: str | None, drafter: str | None, threads: int 
 
     quiet_libraries()
     opened = Bundle.open(bundle)
-    origins = opened.manifest.target.origin, opened.manifest.drafter.origin
-    target_checkpoint = open_target(target or origins[0].source, None if target else origins[0].revision)
-    drafter_checkpoint = open_drafter(drafter or origins[1].source, None if drafter else origins[1].revision)
+    target_checkpoint = open_target(*_whereabouts("target", target, opened.manifest.target.origin))
+    drafter_checkpoint = open_drafter(*_whereabouts("drafter", drafter, opened.manifest.drafter.origin))
     check_same_checkpoints(opened, target_checkpoint, drafter_checkpoint)
     opened = run_parity(opened, target_checkpoint, drafter_checkpoint, threads=threads, as_json=as_json)
     assert opened.manifest.parity is not None
@@ -59,6 +60,16 @@ def run_parity(
     if not as_json:
         click.echo(_shown(parity))
     return bundle.write_manifest(bundle.manifest.with_parity(parity))
+
+
+def _whereabouts(role: str, given: str | None, origin: Origin) -> tuple[str, str | None]:
+    """Reference and revision of a checkpoint to compare with."""
+    if given is not None:
+        return given, None
+    # Only what came from the hub has a revision. A folder that is not here any more must not be asked for there.
+    if origin.revision is None and not Path(origin.source).expanduser().exists():
+        raise OptionError(f"the bundle was built from the {role} in '{origin.source}', which is not here; give its place with --{role}")
+    return origin.source, origin.revision
 
 
 def _shown(parity: dict[str, object]) -> str:

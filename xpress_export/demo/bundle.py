@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xpress_export
 from xpress_export.demo.target import demo_drafter
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.errors import BundleError
 from xpress_runtime.version import VERSION
+
+if TYPE_CHECKING:
+    from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
 
 DEMO_CAPACITY = 1024
 DEMO_NUM_PASSES = (4, 2, 1)
@@ -30,17 +34,22 @@ def find_demo_bundle(folder: Path) -> Bundle | None:
         return None
 
 
-def build_demo_bundle(target: Path, folder: Path, report: Callable[[str], None]) -> Bundle:
-    """Build the demo's bundle of a downloaded target; replaces what lies in ``folder``."""
-    from xpress_export.build import build_bundle
+def open_demo_checkpoints(target: Path) -> tuple[TargetCheckpoint, DrafterCheckpoint]:
+    """A downloaded target and the packaged drafter."""
     from xpress_export.checkpoints import check_pairing, open_drafter, open_target
+
+    checkpoints = open_target(str(target)), open_drafter(str(demo_drafter()))
+    check_pairing(*checkpoints)
+    return checkpoints
+
+
+def build_demo_bundle(target: TargetCheckpoint, drafter: DrafterCheckpoint, folder: Path, report: Callable[[str], None]) -> Bundle:
+    """Build the demo's bundle; replaces what lies in ``folder``."""
+    from xpress_export.build import build_bundle
     from xpress_export.options import resolve_options
 
-    report("checkpoints")
-    target_checkpoint, drafter_checkpoint = open_target(str(target)), open_drafter(str(demo_drafter()))
-    check_pairing(target_checkpoint, drafter_checkpoint)
-    options = resolve_options(target_checkpoint, drafter_checkpoint, num_passes=DEMO_NUM_PASSES, capacity=DEMO_CAPACITY)
-    return build_bundle(target_checkpoint, drafter_checkpoint, folder, options, replace=True, report=report)
+    options = resolve_options(target, drafter, num_passes=DEMO_NUM_PASSES, capacity=DEMO_CAPACITY)
+    return build_bundle(target, drafter, folder, options, replace=True, report=report)
 
 
 def _code_digest() -> str:

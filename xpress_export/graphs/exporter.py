@@ -75,7 +75,8 @@ def _trace(spec: GraphSpec) -> torch.onnx.ONNXProgram:
 
 
 def _strip_trace(model: ir.Model) -> None:
-    """Remove the exporter's notes on each node: source lines with paths of the machine that built the graph, ten times the graph's size."""
+    """Remove the exporter's notes: on each node source lines with paths of the machine that built the graph, ten times the graph's size."""
+    model.graph.metadata_props.clear()
     for node in model.graph:
         node.metadata_props.clear()
         node.doc_string = None

@@ -28,14 +28,17 @@ class ArrayComparison:
         return asdict(self)
 
 
+UNEQUAL = ArrayComparison(float("inf"), float("inf"), exact=False)
+
+
 def compare_arrays(found: NDArray[Any], reference: NDArray[Any]) -> ArrayComparison:
     """Compare an output with its reference; integers must be equal, and a shape or a non-finite value that differs is an infinite error."""
     if found.shape != reference.shape:
-        return ArrayComparison(float("inf"), float("inf"), False)
+        return UNEQUAL
     if found.size == 0 or np.array_equal(found, reference):
         return ArrayComparison(0.0, 0.0, True)
     if not np.issubdtype(reference.dtype, np.floating) or not (np.isfinite(found).all() and np.isfinite(reference).all()):
-        return ArrayComparison(float("inf"), float("inf"), False)
+        return UNEQUAL
     error = float(np.abs(found.astype(np.float64) - reference).max())
     return ArrayComparison(error, error / max(1.0, float(np.abs(reference).max())), False)
 

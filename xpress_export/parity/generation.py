@@ -1,7 +1,8 @@
 """Generation through the runtime against transformers' greedy continuation, token by token, plain and for every built number of passes.
 
 A difference counts as a tie only when the reference's two best logits differ by at most twice the measured logit error at that step, and
-that error is within the tolerance: a wrong target must not explain its own tokens. Each is listed with its margin. After a tie the two texts go different ways, so the comparison of that prompt ends there.
+that error is within the tolerance: a wrong target must not explain its own tokens. Each is listed with its margin. After a tie the two
+texts go different ways, so the comparison of that prompt ends there.
 """
 
 from __future__ import annotations

@@ -41,6 +41,13 @@ class TransformersReference:
         return output
 
     @torch.inference_mode()
+    def hidden_states(self, tokens: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
+        """Hidden states [S, len(layers) · H] after the 0-based ``layers`` of a sequence in one pass."""
+        states = self._model(torch.tensor([list(tokens)]), output_hidden_states=True).hidden_states
+        # The first entry is the embedding's output.
+        return torch.cat([states[layer + 1][0] for layer in layers], dim=-1).float()
+
+    @torch.inference_mode()
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> ReferenceRun:
         """Greedy continuation; ends with a stop token or at ``max_new_tokens``."""
         from transformers import GenerationConfig

@@ -1,0 +1,48 @@
+"""The real target and its drafter: downloaded and built once, where the demo keeps them, and found again while the code is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from xpress_export.checkpoints import TargetCheckpoint
+from xpress_export.demo.bundle import build_demo_bundle, demo_bundle_folder, find_demo_bundle, open_demo_checkpoints
+from xpress_export.demo.target import default_cache, fetch_demo_target
+from xpress_export.parity.reference import TransformersReference
+from xpress_runtime.bundle import Bundle
+from xpress_runtime.session import Session
+
+
+@dataclass(frozen=True)
+class Demo:
+    """The demo's bundle and the target it was built from."""
+
+    bundle: Bundle
+    target: TargetCheckpoint
+
+
+@pytest.fixture(scope="session")
+def demo_target() -> Path:
+    return fetch_demo_target(default_cache())
+
+
+@pytest.fixture(scope="session")
+def demo(demo_target: Path) -> Demo:
+    folder = demo_bundle_folder(default_cache())
+    target, drafter = open_demo_checkpoints(demo_target)
+    bundle = find_demo_bundle(folder) or build_demo_bundle(target, drafter, folder, lambda _: None)
+    return Demo(bundle, target)
+
+
+@pytest.fixture(scope="session")
+def demo_session(demo: Demo) -> Iterator[Session]:
+    with Session.open(demo.bundle.folder, "ort-cpu") as session:
+        yield session
+
+
+@pytest.fixture(scope="session")
+def transformers_reference(demo: Demo) -> TransformersReference:
+    return TransformersReference(demo.target.location, demo.target.eos_token_ids)

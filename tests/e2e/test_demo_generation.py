@@ -1,0 +1,85 @@
+"""The real bundle: its output is transformers' greedy output in every mode, and its acceptance is that of an independent PyTorch loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.e2e.conftest import Demo
+from tests.reference import ReferenceDrafter, greedy_rounds
+from xpress_export.demo.target import demo_drafter, demo_prompts
+from xpress_export.parity.compare import TOLERANCES
+from xpress_export.parity.generation import GenerationComparison, compare_generation
+from xpress_export.parity.reference import TransformersReference
+from xpress_runtime.generation import GenerationConfig
+from xpress_runtime.session import Session
+
+MAX_NEW_TOKENS = 128
+EVERY_TENTH = range(0, 50, 10)
+
+
+def _compare(session: Session, reference: TransformersReference, indices: range) -> GenerationComparison:
+    prompts = [session.encode([{"role": "user", "content": demo_prompts()[index]}]) for index in indices]
+    runs = [reference.generate(prompt, MAX_NEW_TOKENS) for prompt in prompts]
+    return compare_generation(session, prompts, runs, MAX_NEW_TOKENS, TOLERANCES["fp32"])
+
+
+def test_every_tenth_prompt_equals_transformers(demo_session: Session, transformers_reference: TransformersReference) -> None:
+    comparison = _compare(demo_session, transformers_reference, EVERY_TENTH)
+    assert comparison.modes == ["plain", "K=4", "K=2", "K=1", "K=0"]
+    assert comparison.passed, comparison.divergences
+
+
+@pytest.mark.slow
+def test_every_prompt_equals_transformers(demo_session: Session, transformers_reference: TransformersReference) -> None:
+    comparison = _compare(demo_session, transformers_reference, range(50))
+    assert comparison.passed, comparison.divergences
+
+
+@pytest.mark.parametrize("num_passes", [0, 4])
+def test_acceptance_equals_an_independent_loop(
+    demo: Demo, demo_session: Session, transformers_reference: TransformersReference, num_passes: int
+) -> None:
+    _check_acceptance(demo, demo_session, transformers_reference, num_passes, range(0, 50, 25))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_passes", [0, 1, 2, 4])
+def test_acceptance_equals_an_independent_loop_on_more_prompts(
+    demo: Demo, demo_session: Session, transformers_reference: TransformersReference, num_passes: int
+) -> None:
+    _check_acceptance(demo, demo_session, transformers_reference, num_passes, EVERY_TENTH)
+
+
+def _check_acceptance(
+    demo: Demo, demo_session: Session, transformers_reference: TransformersReference, num_passes: int, indices: range
+) -> None:
+    embedding = demo.target.embedding().table
+    drafter = ReferenceDrafter(demo_drafter(), embedding, embedding)
+    for index in indices:
+        prompt = demo_session.encode([{"role": "user", "content": demo_prompts()[index]}])
+        result = demo_session.generate(prompt, GenerationConfig(MAX_NEW_TOKENS, num_passes=num_passes))
+        taps = transformers_reference.hidden_states([*prompt, *result.tokens], drafter.taps)
+        with torch.inference_mode():
+            expected = greedy_rounds(drafter, taps, prompt, result.tokens, num_passes)
+        assert result.stats.kept_lengths == expected
+
+
+def test_speculation_off_and_on_stream_the_same_text(demo_session: Session) -> None:
+    messages = [{"role": "user", "content": "Write a haiku about the sea, with an emoji."}]
+    texts = []
+    for config in (GenerationConfig(40), GenerationConfig(40, speculation="off"), GenerationConfig(40, num_passes=0)):
+        stream = demo_session.stream(messages, config)
+        texts.append("".join(piece.text for piece in stream))
+        assert texts[-1] == stream.result.text
+    assert texts[0] == texts[1] == texts[2]
+    assert demo_session.tokenizer is not None
+    assert texts[0] == demo_session.tokenizer.decode(list(stream.result.tokens))
+
+
+def test_long_prompt_in_chunks(demo_session: Session, transformers_reference: TransformersReference) -> None:
+    prompt = demo_session.encode([{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 40}])
+    assert len(prompt) > 3 * demo_session.bundle.manifest.prefill_chunk
+    run = transformers_reference.generate(prompt, 12)
+    comparison = compare_generation(demo_session, [prompt], [run], 12, TOLERANCES["fp32"])
+    assert comparison.passed, comparison.divergences
