@@ -32,7 +32,8 @@ class Fields:
             raise error(f"{path} does not exist") from None
         except OSError as problem:
             raise error(f"{path} cannot be read: {problem.strerror or problem}") from None
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as problem:
+        except (ValueError, RecursionError) as problem:
+            # ValueError: not UTF-8, not JSON, or an integer of thousands of digits.
             raise error(f"{path} is not valid JSON: {problem}") from None
         if not isinstance(values, dict):
             raise error(f"{path} holds a JSON {type(values).__name__}, expected an object")
@@ -61,11 +62,15 @@ class Fields:
 
     def number(self, name: str, minimum: float = -math.inf, maximum: float = math.inf) -> float:
         value = self.required(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        try:
+            number = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
             raise self._wrong(name, value, "a finite number")
-        if not minimum <= value <= maximum:
+        if not minimum <= number <= maximum:
             raise self._wrong(name, value, f"a number from {minimum:g} to {maximum:g}")
-        return float(value)
+        return number
 
     def boolean(self, name: str) -> bool:
         value = self.required(name)

@@ -34,6 +34,8 @@ class GenerationConfig:
             raise OptionError(f"max_new_tokens is {self.max_new_tokens!r}, expected an integer of at least 1")
         if self.speculation not in ("on", "off"):
             raise OptionError(f"speculation is {self.speculation!r}, expected 'on' or 'off'")
+        if self.speculation == "off" and self.num_passes is not None:
+            raise OptionError(f"num_passes is {self.num_passes}, and speculation is off; leave one of them out")
         if isinstance(self.stop, str) or not all(isinstance(stop, str) and stop for stop in self.stop):
             raise OptionError(f"stop is {self.stop!r}, expected a list of non-empty strings")
         if not all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids):

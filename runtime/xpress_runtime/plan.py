@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from xpress_runtime.backends.base import Backend, BoundProgram, Buffer, Program, TensorInfo
 from xpress_runtime.bundle import Bundle
+from xpress_runtime.errors import BundleError
 from xpress_runtime.manifest import CacheShape
 
 _INT64 = np.dtype(np.int64)
@@ -169,7 +170,10 @@ class Plan:
     def _run(self, step: str, *key: int) -> None:
         bound = self._steps.get((step, *key))
         if bound is None:
-            bound = self._steps[(step, *key)] = self._bind(step, *key)
+            try:
+                bound = self._steps[(step, *key)] = self._bind(step, *key)
+            except ValueError as problem:
+                raise self._mismatch(problem) from problem
         for program in bound:
             program.run()
 
@@ -289,6 +293,11 @@ class Plan:
             }
         )
 
+    def _mismatch(self, problem: Exception) -> BundleError:
+        return BundleError(
+            f"{self.bundle.folder}: the graphs are not those that the manifest describes ({problem}); build the bundle again"
+        )
+
     # Allocation.
 
     def _program(self, graph: str) -> Program:
@@ -314,10 +323,13 @@ class Plan:
         caches = {}
         for layer in range(shape.num_layers):
             for kind in ("key_cache", "value_cache"):
-                info = program.inputs[f"{kind}.{layer}"]
+                name = f"{kind}.{layer}"
+                if name not in program.inputs:
+                    raise self._mismatch(KeyError(name))
+                info = program.inputs[name]
                 buffer = self._allocate(info.dtype, self.num_rows, *(_fixed(dim) for dim in info.dims[1:]))
                 # One address as input and as output: the update happens in place.
-                caches[f"{kind}.{layer}"] = caches[f"{kind}_out.{layer}"] = buffer
+                caches[name] = caches[f"{kind}_out.{layer}"] = buffer
         return caches
 
 

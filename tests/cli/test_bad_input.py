@@ -218,7 +218,8 @@ def test_parity_that_could_not_run_is_missed_first(build: Callable[..., Result],
 
 @pytest.mark.parametrize("force", [(), ("--force",)], ids=["", "force"])
 @pytest.mark.parametrize(
-    "output", ["", ".", "..", "nowhere/..", os.sep, "target", "drafter", "file", "file/b", "file/b/c", "link", "link/b"]
+    "output",
+    ["", ".", "..", "nowhere/..", os.sep, "../target", "../drafter", "../file", "../file/b", "../file/b/c", "../link", "../link/b"],
 )
 def test_output_in_the_way(
     output: str, force: tuple[str, ...], build: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -227,7 +228,7 @@ def test_output_in_the_way(
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    build(*force, output=f"../{output}" if output[:1].isalpha() and output != "nowhere/.." else output).assert_refused(2, "--output")
+    build(*force, output=output).assert_refused(2, "--output")
 
 
 @pytest.mark.usefixtures("quick_export")

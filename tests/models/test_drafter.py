@@ -80,12 +80,12 @@ class Reference:
         return self.project(layer, f"self_attn.{kind}_proj", row).reshape(-1, self.config["head_dim"])
 
     def project(self, layer: int, name: str, row: Tensor) -> Tensor:
-        projected: Tensor = self.tensors[f"layers.{layer}.{name}.weight"] @ row
-        return projected
+        return self.tensors[f"layers.{layer}.{name}.weight"] @ row
 
     def norm(self, row: Tensor, name: str) -> Tensor:
         mean_square = (row * row).mean(dim=-1, keepdim=True)
-        return row / (mean_square + self.config["rms_norm_eps"]).sqrt() * self.tensors[f"{name}.weight"]
+        epsilon: float = self.config["rms_norm_eps"]
+        return row / (mean_square + epsilon).sqrt() * self.tensors[f"{name}.weight"]
 
     def rotate(self, head: Tensor, position: int) -> Tensor:
         half = len(head) // 2

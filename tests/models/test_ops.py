@@ -27,7 +27,8 @@ TOLERANCE = 1e-6
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, CAPACITY = 4, 2, 6, 16
 SCALE = 0.37
-EPSILON = 1e-5
+# Another than the operator's default.
+EPSILON = 3e-3
 
 Visible = Callable[[int, int], range]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ def test_prompts_that_are_refused(session: Session, prompt: Any, complaint: str)
         ({"stop": [""]}, "stop is"),
         ({"stop_token_ids": [-1]}, "stop_token_ids is"),
         ({"num_passes": 1}, "built for 0, 2"),
+        ({"num_passes": 2, "speculation": "off"}, "speculation is off"),
     ],
 )
 def test_settings_that_are_refused(session: Session, fields: dict[str, Any], complaint: str) -> None:
@@ -216,3 +218,24 @@ def test_opening_what_cannot_be_opened(tiny: Built, tmp_path: Path, monkeypatch:
     for backend in ("auto", "ort-cpu"):
         with pytest.raises(EnvironmentProblem, match=r"xpress-export\[cpu\]"):
             Session.open(tiny.bundle.folder, backend)
+
+
+@pytest.mark.parametrize(
+    "change", [{"shortlist": 7}, {"drafter": {"caches": {"num_layers": 1}}}, {"target": {"caches": {"num_layers": 9}}}]
+)
+def test_a_manifest_that_disagrees_with_its_graphs(spoken: Built, tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(spoken.bundle.folder, folder)
+    manifest = json.loads((folder / "bundle.json").read_text(encoding="utf-8"))
+    _merge(manifest, change)
+    (folder / "bundle.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(BundleError, match="not those that the manifest describes"), Session.open(folder, threads=1) as session:
+        session.generate("Hello", GenerationConfig(4))
+
+
+def _merge(values: dict[str, Any], change: dict[str, Any]) -> None:
+    for name, value in change.items():
+        if isinstance(value, dict):
+            _merge(values[name], value)
+        else:
+            values[name] = value

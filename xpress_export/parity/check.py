@@ -18,7 +18,7 @@ from xpress_export.parity.target import compare_target, target_logits
 from xpress_runtime.backends import open_backend
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.errors import BundleError
-from xpress_runtime.session import Session
+from xpress_runtime.session import Session, WarningThresholds
 
 PROMPTS = (
     "Explain rainbows in simple terms.",
@@ -53,7 +53,8 @@ def check_parity(
 
     report("transformers")
     reference = TransformersReference(target.location, bundle.manifest.target.stop_token_ids)
-    session = Session(bundle, backend)
+    # A drafter that fits badly is no parity failure, and short texts say little about it.
+    session = Session(bundle, backend, WarningThresholds(0.0, float("inf")))
     max_new_tokens = min(MAX_NEW_TOKENS, bundle.manifest.capacity // 2)
     prompts = parity_prompts(session, bundle.manifest.capacity - max_new_tokens)
     runs = [reference.generate(prompt, max_new_tokens) for prompt in prompts]

@@ -29,6 +29,7 @@ Tensors = dict[str, Tensor]
 # Outputs that rank tokens: their argmax matters more than their values.
 _RANKINGS = ("logits", "refined_logits")
 _PROMPT_ROWS = 9
+_TABLE_ROWS = 4096
 
 
 @dataclass
@@ -154,6 +155,9 @@ class _Feed:
     def _embed(self, call: Call) -> None:
         block = self._ids(2, self._block_size)
         block[:, 1:] = self._mask_token_id
+        # Every row of the table: a damaged one would show in few texts.
+        for first in range(0, self._vocab_size, _TABLE_ROWS):
+            call({"ids": torch.arange(first, min(first + _TABLE_ROWS, self._vocab_size))[None]})
         for ids in (self._ids(2, _PROMPT_ROWS), self._ids(2, self._block_size), self._ids(2, 1), block):
             self._embeddings.append(call({"ids": ids})["embeddings"])
 
