@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
 
 DEMO_CAPACITY = 1024
-DEMO_NUM_PASSES = (4, 2, 1)
+# Two passes bring nearly all that four do, for half of the time.
+DEMO_NUM_PASSES = (2, 4, 1)
 _BUILDERS = ("models", "graphs", "checkpoints", "build.py", "graph_set.py", "options.py")
 
 
