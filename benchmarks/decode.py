@@ -126,12 +126,15 @@ def _genai_model(target: Path, cache: Path, threads: int) -> Path:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         source = cache / "smollm2-hf"
-        model = AutoModelForCausalLM.from_pretrained(target.parent, gguf_file=target.name, dtype="float32")
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
+        dequantised = AutoModelForCausalLM.from_pretrained(target.parent, gguf_file=target.name, dtype="float32")
+        # Saved through a fresh model: transformers does not save one that it has read from a GGUF file.
+        config = dequantised.config.to_dict()
+        config.pop("quantization_config", None)
+        model = AutoModelForCausalLM.from_config(type(dequantised.config).from_dict(config), dtype="float32")
+        model.load_state_dict(dequantised.state_dict())
         model.save_pretrained(source)
         AutoTokenizer.from_pretrained(target.parent, gguf_file=target.name).save_pretrained(source)
-        del model
+        del model, dequantised
         builder = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
         options = ["-i", source, "-o", folder, "-p", "fp32", "-e", "cpu", "-c", cache / "genai-cache"]
         subprocess.run([*builder, *map(str, options)], check=True, stdout=subprocess.DEVNULL)

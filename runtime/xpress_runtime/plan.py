@@ -20,6 +20,8 @@ from xpress_runtime.errors import BundleError
 from xpress_runtime.manifest import CacheShape
 
 _INT64 = np.dtype(np.int64)
+# Flexible caches have this many rows, or twice, four times … as many, up to the bundle's.
+_SHORTEST_CACHE = 256
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,10 @@ class Plan:
 
         self._target_caches = self._caches(manifest.target.caches, target)
         self._drafter_caches = self._caches(manifest.drafter.caches, drafter)
+        self._cache_rows = manifest.cache_rows
+        # Where each row stands, as far as the host knows; what a round may write behind it must fit the caches.
+        self._positions = np.zeros(num_rows, np.int64)
+        self._running = np.zeros(num_rows, np.bool_)
         # Working memory, wide enough for a prefill chunk of one row and for a block of every row.
         self._ids = self._allocate(_INT64, self.prefill_chunk)
         self._embeddings = self._features(hidden, working_rows)
@@ -95,6 +101,8 @@ class Plan:
 
     def prefill(self, row: int, tokens: NDArray[np.int64], *, with_drafter: bool) -> int:
         """Run a prompt of one row through the target (and the drafter's context) in chunks; returns the target's next token."""
+        self._positions[row] = len(tokens)
+        self._fit_caches(keep=bool(np.delete(self._running, row).any()))
         for start in range(0, len(tokens), self.prefill_chunk):
             chunk = tokens[start : start + self.prefill_chunk]
             self._ids.view(1, len(chunk)).write(chunk[None])
@@ -109,6 +117,8 @@ class Plan:
 
     def start(self, row: int, anchor: int, predecessor: int, position: int) -> None:
         """Set a row's state for its first round: ``anchor`` stands at ``position`` and is not cached, ``predecessor`` stands before it."""
+        self._positions[row] = position
+        self._running[row] = True
         block = np.full((1, self.block_size), self.mask_token_id, np.int64)
         block[0, 0] = anchor
         self.block_ids.row(row).write(block)
@@ -123,6 +133,7 @@ class Plan:
 
     def stop(self, row: int) -> None:
         """Freeze a row: it takes part in no further round."""
+        self._running[row] = False
         self.active.row(row).write(np.array([0]))
 
     def draft(self) -> None:
@@ -148,7 +159,27 @@ class Plan:
         self.backend.copy(self._next_position, self.position)
         self.backend.copy(self._next_active, self.active)
         self.backend.synchronise()
-        return Committed(self._accepted.read(), self._tokens.view(self.num_rows, width).read(), self._num_emitted.read())
+        committed = Committed(self._accepted.read(), self._tokens.view(self.num_rows, width).read(), self._num_emitted.read())
+        self._positions += committed.num_emitted
+        self._fit_caches(keep=True)
+        return committed
+
+    def _fit_caches(self, *, keep: bool) -> None:
+        """Give the caches the shortest length, of a few, that holds every row and what its next round may write behind it."""
+        if not self.backend.flexible_caches:
+            return
+        needed = int(self._positions.max()) + 3 * self.block_size
+        rows = _SHORTEST_CACHE
+        while rows < needed:
+            rows *= 2
+        rows = min(rows, self.bundle.manifest.cache_rows)
+        if rows == self._cache_rows or (keep and rows < self._cache_rows):
+            return
+        for caches in (self._target_caches, self._drafter_caches):
+            for name in [name for name in caches if "_out." not in name]:
+                cache = self.backend.relayout(caches[name], rows, keep=keep)
+                caches[name] = caches[name.replace("_cache.", "_cache_out.")] = cache
+        self._cache_rows = rows
 
     # What a log, a parity check or a test may look at.
 
@@ -165,13 +196,23 @@ class Plan:
             "verify_logits": self._logits.read(),
         }
 
+    def cached(self, row: int, length: int) -> dict[str, NDArray[Any]]:
+        """Copies of the first ``length`` cache rows of one row, by model and cache name."""
+        models = {"target": self._target_caches, "drafter": self._drafter_caches}
+        return {
+            f"{model}.{name}": cache.row(row).read()[0, :, :length]
+            for model, caches in models.items()
+            for name, cache in caches.items()
+            if "_out." not in name
+        }
+
     # Binding.
 
     def _run(self, step: str, *key: int) -> None:
-        bound = self._steps.get((step, *key))
+        bound = self._steps.get((self._cache_rows, step, *key))
         if bound is None:
             try:
-                bound = self._steps[(step, *key)] = self._bind(step, *key)
+                bound = self._steps[(self._cache_rows, step, *key)] = self._bind(step, *key)
             except ValueError as problem:
                 raise self._mismatch(problem) from problem
         for program in bound:
@@ -327,7 +368,8 @@ class Plan:
                 if name not in program.inputs:
                     raise self._mismatch(KeyError(name))
                 info = program.inputs[name]
-                buffer = self._allocate(info.dtype, self.num_rows, *(_fixed(dim) for dim in info.dims[1:]))
+                heads, head_dim = _fixed(info.dims[1]), _fixed(info.dims[3])
+                buffer = self._allocate(info.dtype, self.num_rows, heads, self.bundle.manifest.cache_rows, head_dim)
                 # One address as input and as output: the update happens in place.
                 caches[name] = caches[f"{kind}_out.{layer}"] = buffer
         return caches

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 
@@ -127,6 +128,12 @@ class GenerationStats:
 
 def peak_memory_bytes() -> int | None:
     """The largest resident size of this process so far; None where the system does not tell."""
+    # Not getrusage where there is another way: on Linux its figure survives exec, so a child starts with its parent's.
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     try:
         import resource
     except ImportError:

@@ -51,11 +51,10 @@ def test_every_block_and_chunk_boundary(session: Session, length: int, num_passe
         assert sum(result.stats.kept_lengths) == max_new_tokens - 1
 
 
-@pytest.mark.parametrize("speculation", ["on", "off"])
-@pytest.mark.parametrize("num_passes", [0, 1, 3])
+@pytest.mark.parametrize("num_passes", [None, 0, 1, 3])
 @pytest.mark.parametrize("length", [1, CAPACITY - 9, CAPACITY - 2, CAPACITY - 1])
-def test_output_ends_where_the_capacity_does(session: Session, length: int, num_passes: int, speculation: str) -> None:
-    config = GenerationConfig(1000, num_passes=num_passes, speculation=speculation)  # type: ignore[arg-type]
+def test_output_ends_where_the_capacity_does(session: Session, length: int, num_passes: int | None) -> None:
+    config = GenerationConfig(1000, num_passes=num_passes, speculation="off" if num_passes is None else "on")
     result = session.generate(continuation(1, length), config)
     assert list(result.tokens) == continuation(continuation(1, length)[-1], CAPACITY - length)
     assert result.finish_reason == "capacity"
@@ -159,3 +158,29 @@ def test_drafts_before_and_after_refinement(scripted: Built) -> None:
     before, after = plan.drafts()
     assert before.tolist() == [[SEED_TOKEN] * (BLOCK_SIZE - 1)]
     assert after.tolist() == [continuation(first, BLOCK_SIZE - 1)]
+
+
+def test_caches_grow_with_the_text_and_shrink_with_the_next(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("long")
+    built = build(*write_scripted(folder), folder / "bundle", num_passes=(3,), capacity=500, prefill_chunk=64)
+    with Session(built.bundle, open_backend("ort-cpu", threads=1)) as session:
+        for length, max_new_tokens in ((1, 499), (300, 199), (2, 20), (499, 1), (240, 30)):
+            prompt = continuation(1, length)
+            for config in (GenerationConfig(max_new_tokens), GenerationConfig(max_new_tokens, speculation="off")):
+                assert list(session.generate(prompt, config).tokens) == continuation(prompt[-1], max_new_tokens)
+
+
+def test_a_long_row_keeps_its_caches_while_another_joins(tmp_path_factory: pytest.TempPathFactory) -> None:
+    # Attention must reach back to the first token: the conformance target does, the scripted one does not, so this one compares caches.
+    folder = tmp_path_factory.mktemp("grow")
+    built = build(*write_scripted(folder), folder / "bundle", num_passes=(3,), capacity=500, prefill_chunk=64)
+    plan = Plan(built.bundle, open_backend("ort-cpu", threads=1), num_rows=2)
+    loop = SpeculativeLoop(plan, 3)
+    stats = _stats(plan, 3)
+    loop.start(0, continuation(5, 235), stats)
+    before = plan.cached(0, 235)
+    while int(plan.position.read()[0]) < 300:
+        loop.round(stats)
+    loop.start(1, [9], stats)
+    for name, rows in plan.cached(0, 235).items():
+        np.testing.assert_array_equal(rows, before[name], err_msg=name)

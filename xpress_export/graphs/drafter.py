@@ -10,7 +10,7 @@ def drafter_graph(module: Drafter) -> GraphSpec:
     config = module.config
     backbone = config.backbone
     dtype = module.norm.weight.dtype
-    cache_dims = ("B", backbone.num_kv_heads, module.num_positions, backbone.head_dim)
+    cache_dims = ("B", backbone.num_kv_heads, "N", backbone.head_dim)
     return GraphSpec(
         name="drafter",
         module=module,

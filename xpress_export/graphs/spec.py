@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-DYNAMIC_DIMS = {"B": "batch", "S": "tokens", "R": "rows", "W": "verified"}
+DYNAMIC_DIMS = {"B": "batch", "S": "tokens", "R": "rows", "W": "verified", "N": "cache_rows"}
 
 Dim = int | str
 

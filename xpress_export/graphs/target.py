@@ -12,7 +12,7 @@ from xpress_export.models.decoder import Decoder
 def target_graph(module: Decoder) -> GraphSpec:
     config = module.config
     dtype = module.norm.weight.dtype
-    cache_dims = ("B", config.num_kv_heads, module.num_positions, config.head_dim)
+    cache_dims = ("B", config.num_kv_heads, "N", config.head_dim)
     return GraphSpec(
         name="target",
         module=module,

@@ -74,14 +74,12 @@ class DecoderAttention(nn.Module):
         value_cache: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
-        query, key, value = self.qkv(states).split([config.q_width, config.kv_width, config.kv_width], dim=-1)
-        query = split_heads(query, config.num_heads, config.head_dim)
-        key = split_heads(key, config.num_kv_heads, config.head_dim)
-        value = split_heads(value, config.num_kv_heads, config.head_dim).transpose(1, 2)
+        # One reshape and one transpose for all heads; the split along heads is then of whole blocks.
+        heads = split_heads(self.qkv(states), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        query, key, value = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query = rotary(query.transpose(1, 2), positions)
-        key = rotary(key.transpose(1, 2), positions)
+        query, key = rotary(query, positions), rotary(key, positions)
         key_cache = cache_update(key_cache, key, position)
         value_cache = cache_update(value_cache, value, position)
         attended = bounds.attend(query, key_cache, value_cache, config.head_dim**-0.5)
@@ -137,7 +135,7 @@ class Decoder(nn.Module):
         if self.attention_form is AttentionForm.LENGTH:
             bounds = AttentionBounds(causal=True, key_lengths=position + num_rows)
         else:
-            columns = torch.arange(self.num_positions, device=position.device)
+            columns = torch.arange(key_caches[0].shape[2], device=position.device)
             bounds = AttentionBounds(causal=True, mask=columns[None, None, None, :] <= positions[:, None, :, None])
 
         hidden = embeddings

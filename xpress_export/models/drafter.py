@@ -72,12 +72,10 @@ class DrafterAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
         rows = select_rows(torch.cat([context, states], dim=1), run.source)
-        key, value = self.key_value(rows).split([config.kv_width, config.kv_width], dim=-1)
+        heads = split_heads(self.key_value(rows), 2 * config.num_kv_heads, config.head_dim)
+        key, value = heads.split([config.num_kv_heads, config.num_kv_heads], dim=1)
         query = self.q_norm(split_heads(self.query(states), config.num_heads, config.head_dim))
-        key = self.k_norm(split_heads(key, config.num_kv_heads, config.head_dim))
-        value = split_heads(value, config.num_kv_heads, config.head_dim).transpose(1, 2)
-        query = rotary(query.transpose(1, 2), run.block_positions)
-        key = rotary(key.transpose(1, 2), run.positions)
+        query, key = rotary(query, run.block_positions), rotary(self.k_norm(key), run.positions)
         key_cache = cache_update(key_cache, key, run.start)
         value_cache = cache_update(value_cache, value, run.start)
         attended = bounds.attend(query, key_cache, value_cache, config.head_dim**-0.5)
@@ -137,7 +135,7 @@ class Drafter(nn.Module):
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         context = self.hidden_norm(self.fc(taps))
         run = self._cache_run(taps.shape[1], context_position, block_position)
-        bounds = self._bounds(block_position)
+        bounds = self._bounds(block_position, key_caches[0].shape[2])
 
         hidden = embeddings
         new_keys: list[Tensor] = []
@@ -160,10 +158,10 @@ class Drafter(nn.Module):
             block_positions=block_position[:, None] + torch.arange(block_size, device=block_position.device)[None, :],
         )
 
-    def _bounds(self, block_position: Tensor) -> AttentionBounds:
+    def _bounds(self, block_position: Tensor, cache_rows: int) -> AttentionBounds:
         lengths = block_position + self.config.block_size
         if self.attention_form is AttentionForm.LENGTH:
             return AttentionBounds(causal=False, key_lengths=lengths)
-        columns = torch.arange(self.num_positions, device=lengths.device)
+        columns = torch.arange(cache_rows, device=lengths.device)
         visible = columns[None, None, None, :] < lengths[:, None, None, None]
         return AttentionBounds(causal=False, mask=visible.expand(-1, -1, self.config.block_size, -1))

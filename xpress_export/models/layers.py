@@ -94,8 +94,8 @@ class AttentionBounds:
 
 
 def split_heads(states: Tensor, num_heads: int, head_dim: int) -> Tensor:
-    """[B, S, heads · D] → [B, S, heads, D]."""
-    return states.reshape(states.shape[0], states.shape[1], num_heads, head_dim)
+    """[B, S, heads · D] → [B, heads, S, D]."""
+    return states.reshape(states.shape[0], states.shape[1], num_heads, head_dim).transpose(1, 2)
 
 
 def merge_heads(states: Tensor) -> Tensor:

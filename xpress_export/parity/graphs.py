@@ -128,8 +128,9 @@ class _Feed:
     def __init__(self, target: TargetCheckpoint, drafter: DrafterCheckpoint, options: BuildOptions) -> None:
         self._generator = torch.Generator().manual_seed(20260802)
         self._vocab_size = target.config.vocab_size
-        self._target_caches = _empty_caches(target.config, options.cache_rows)
-        self._drafter_caches = _empty_caches(drafter.config.backbone, options.cache_rows)
+        cache_rows = _PROMPT_ROWS + 4 * drafter.config.block_size
+        self._target_caches = _empty_caches(target.config, cache_rows)
+        self._drafter_caches = _empty_caches(drafter.config.backbone, cache_rows)
         self._cache_rows = options.cache_rows
         self._block_size = drafter.config.block_size
         self._mask_token_id = drafter.config.mask_token_id

@@ -36,7 +36,7 @@ def compare_target(found: NDArray[Any], reference: NDArray[Any]) -> TargetCompar
 def target_logits(runner: GraphRunner, manifest: Manifest, tokens: Sequence[int]) -> NDArray[np.float32]:
     """Logits [S, V] of a sequence through ``embed``, ``target`` and ``head``, in calls of the widths that a generation uses."""
     shape = manifest.target.caches
-    cache = np.zeros((1, shape.num_kv_heads, manifest.cache_rows, shape.head_dim), np.float32)
+    cache = np.zeros((1, shape.num_kv_heads, len(tokens), shape.head_dim), np.float32)
     caches: Arrays = {f"{kind}_cache.{layer}": cache for kind in ("key", "value") for layer in range(shape.num_layers)}
     logits = []
     position = 0

@@ -74,11 +74,19 @@ class Backend(Protocol):
 
     name: str
     graph_set: str
+    # Whether caches may be shorter than the capacity, and grow with the text.
+    flexible_caches: bool
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
         """Zeroed memory."""
 
     def load(self, path: Path) -> Program: ...
+
+    def relayout(self, cache: Buffer, cache_rows: int, *, keep: bool) -> Buffer:
+        """The same memory as a cache [B, kv heads, cache_rows, D] of another length; ``keep`` moves the rows that both have.
+
+        A backend whose caches have one length only is never asked.
+        """
 
     def copy(self, source: Buffer, destination: Buffer) -> None:
         """Copy between two buffers of the same shape and dtype."""

@@ -23,10 +23,11 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class ArrayBuffer:
-    """Host memory; views share it."""
+    """Host memory under a shape; views share ``memory``, which may hold more elements than the shape."""
 
-    def __init__(self, array: NDArray[Any]) -> None:
+    def __init__(self, array: NDArray[Any], memory: NDArray[Any] | None = None) -> None:
         self.array = array
+        self.memory = array.reshape(-1) if memory is None else memory
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,7 +38,7 @@ class ArrayBuffer:
         return self.array.dtype
 
     def view(self, *shape: int) -> Self:
-        return type(self)(self.array.reshape(-1)[: math.prod(shape)].reshape(shape))
+        return type(self)(self.memory[: math.prod(shape)].reshape(shape), self.memory)
 
     def row(self, index: int) -> Self:
         return type(self)(self.array[index : index + 1])
@@ -80,6 +81,8 @@ class OrtCpuBackend:
 
     name = "ort-cpu"
     graph_set = "fp32-length"
+    # The attention kernel works through every row of a cache, valid or not.
+    flexible_caches = True
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or _usable_cores()
@@ -100,6 +103,15 @@ class OrtCpuBackend:
         except Exception as problem:
             first_line = str(problem).splitlines()[0]
             raise BundleError(f"ONNX Runtime {onnxruntime.__version__} cannot load {path}: {first_line}") from problem
+
+    def relayout(self, cache: Buffer, cache_rows: int, *, keep: bool) -> ArrayBuffer:
+        assert isinstance(cache, ArrayBuffer)
+        batch, num_heads, old_rows, head_dim = cache.shape
+        kept = cache.array[:, :, : min(old_rows, cache_rows)].copy() if keep else None
+        longer = cache.view(batch, num_heads, cache_rows, head_dim)
+        if kept is not None:
+            longer.array[:, :, : kept.shape[2]] = kept
+        return longer
 
     def copy(self, source: Buffer, destination: Buffer) -> None:
         assert isinstance(source, ArrayBuffer)
