@@ -1,7 +1,7 @@
 """Decoding speed in one run: ours (plain, drafter only, refined) against onnxruntime-genai fp32 and transformers, same prompts and threads.
 
-The contestants take turns on every prompt, a different one going first each time, so that a machine whose speed drifts favours none. Times
-are of decoding alone: prompt and first token are left out. Peak memory is each contestant's own process, measured apart.
+Each contestant has a process of its own, and they take turns on every prompt, a different one going first each time, so that neither a
+machine whose speed drifts nor another's idle threads favour any. Times are of decoding alone: prompt and first token are left out.
 
     python benchmarks/decode.py [--bundle BUNDLE] [--prompts 6] [--max-new-tokens 64] [--threads 2] [--markdown FILE] [--json FILE]
 
@@ -11,6 +11,7 @@ Peers are optional: pip install 'xpress-export[bench]'. A peer that is missing i
 from __future__ import annotations
 
 import json
+import multiprocessing
 import statistics
 import subprocess
 import sys
@@ -18,10 +19,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "engines"), str(ROOT / "runtime")]
@@ -30,6 +33,7 @@ from xpress_export.cli.show import size  # noqa: E402
 from xpress_export.demo.bundle import build_demo_bundle, demo_bundle_folder, find_demo_bundle, open_demo_checkpoints  # noqa: E402
 from xpress_export.demo.target import default_cache, demo_prompts, fetch_demo_target  # noqa: E402
 from xpress_runtime.generation import GenerationConfig  # noqa: E402
+from xpress_runtime.plan import Plan  # noqa: E402
 from xpress_runtime.session import Session  # noqa: E402
 from xpress_runtime.stats import GenerationStats, peak_memory_bytes  # noqa: E402
 
@@ -45,6 +49,10 @@ class Run:
     @property
     def ms_per_token(self) -> float:
         return 1e3 * self.seconds / max(len(self.tokens) - 1, 1)
+
+
+class MissingPeer(Exception):
+    """A peer that is not installed."""
 
 
 class Contestant(ABC):
@@ -145,18 +153,62 @@ def _genai_model(target: Path, cache: Path, threads: int) -> Path:
     return folder
 
 
-def _open(name: str, session: Session | None, target: Path, cache: Path, threads: int, stop: Sequence[int]) -> Contestant:
+def _open(name: str, bundle: Path, target: Path, threads: int, stop: Sequence[int]) -> Contestant:
     if name == "genai":
-        return OnnxRuntimeGenai(target, cache, threads, stop)
+        return OnnxRuntimeGenai(target, default_cache(), threads, stop)
     if name == "transformers":
         return Transformers(target, threads, stop)
-    assert session is not None
+    session = Session.open(bundle, "ort-cpu", threads=threads, verify=False)
     if name == "plain":
         return Ours("ours, plain", session, speculation="off")
-    if name == "drafter":
-        return Ours("ours, drafter only (K=0)", session, num_passes=0)
-    passes = session.bundle.manifest.num_passes[0]
-    return Ours(f"ours, refined (K={passes})", session, num_passes=passes)
+    passes = 0 if name == "drafter" else session.bundle.manifest.num_passes[0]
+    return Ours("ours, drafter only (K=0)" if name == "drafter" else f"ours, refined (K={passes})", session, num_passes=passes)
+
+
+def _serve(connection: Connection, name: str, *arguments: Any) -> None:
+    """A contestant's process: answers with its name, then runs prompts until it is told to stop, and ends with its peak memory."""
+    try:
+        contestant = _open(name, *arguments)
+    except ImportError as problem:
+        connection.send(MissingPeer(f"{name}: {problem.name} is not installed"))
+        return
+    connection.send(contestant.name)
+    while (request := connection.recv()) is not None:
+        connection.send(contestant.run(*request))
+    connection.send(peak_memory_bytes())
+
+
+class Worker:
+    """A contestant in its own process."""
+
+    def __init__(self, name: str, *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, name, *arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+        answer = self._receive()
+        if isinstance(answer, MissingPeer):
+            raise answer
+        self.name: str = answer
+        self.peak_memory_bytes = 0
+
+    def run(self, prompt: Sequence[int], max_new_tokens: int) -> Run:
+        self._connection.send((prompt, max_new_tokens))
+        run: Run = self._receive()
+        return run
+
+    def stop(self) -> None:
+        """End the process, and keep its peak memory."""
+        self._connection.send(None)
+        self.peak_memory_bytes = self._receive()
+        self._process.join()
+
+    def _receive(self) -> Any:
+        try:
+            return self._connection.recv()
+        except EOFError:
+            raise RuntimeError("a contestant's process ended without an answer; its error stands above") from None
 
 
 OURS = ("plain", "drafter", "refined")
@@ -171,7 +223,6 @@ PEERS = ("genai", "transformers")
 @click.option("--markdown", type=click.Path(path_type=Path), help="Write the report here as well.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write every figure here.")
 @click.option("--no-peers", is_flag=True, help="Measure our own modes only.")
-@click.option("--only", type=click.Choice(OURS + PEERS), help="Run one contestant and print its peak memory (used for the memory column).")
 def main(
     bundle: Path | None,
     num_prompts: int,
@@ -180,7 +231,6 @@ def main(
     markdown: Path | None,
     json_path: Path | None,
     no_peers: bool,
-    only: str | None,
 ) -> None:
     """Compare decoding speed and memory in one run."""
     cache = default_cache()
@@ -189,28 +239,20 @@ def main(
     if bundle is None and find_demo_bundle(folder) is None:
         build_demo_bundle(*open_demo_checkpoints(target), folder, lambda step: click.echo(f"build: {step}", err=True))
 
-    if only is not None:
-        session = Session.open(folder, "ort-cpu", threads=threads, verify=False) if only in OURS else None
-        stop = [2]
-        prompt = list(range(100, 132))
-        _open(only, session, target, cache, threads, stop).run(prompt, 16)
-        click.echo(json.dumps({"peak_memory_bytes": peak_memory_bytes()}))
-        return
-
     with Session.open(folder, "ort-cpu", threads=threads, verify=False) as session:
         stop = session.bundle.manifest.target.stop_token_ids
-        contestants, missing = [], []
-        for name in OURS if no_peers else OURS + PEERS:
-            try:
-                contestants.append((name, _open(name, session, target, cache, threads, stop)))
-            except ImportError as problem:
-                missing.append(f"{name}: not installed ({problem.name})")
-        step = 50 // num_prompts
-        prompts = [session.encode([{"role": "user", "content": text}]) for text in demo_prompts()[::step][:num_prompts]]
-        runs = _interleave(contestants, prompts, max_new_tokens)
+        prompts = [session.encode([{"role": "user", "content": text}]) for text in demo_prompts()[:: 50 // num_prompts][:num_prompts]]
         verify_ratio = _verify_ratio(session)
-    memory = {name: _peak_memory(name, folder, threads) for name, _ in contestants}
-    report = _report(dict(contestants), runs, memory, verify_ratio, threads, max_new_tokens, missing)
+    workers, missing = {}, []
+    for name in OURS if no_peers else OURS + PEERS:
+        try:
+            workers[name] = Worker(name, folder, target, threads, stop)
+        except MissingPeer as problem:
+            missing.append(str(problem))
+    runs = _interleave(workers, prompts, max_new_tokens)
+    for worker in workers.values():
+        worker.stop()
+    report = _report(workers, runs, verify_ratio, threads, max_new_tokens, missing)
     click.echo(report.text)
     if markdown is not None:
         markdown.write_text(report.text + "\n", encoding="utf-8")
@@ -218,24 +260,24 @@ def main(
         json_path.write_text(json.dumps(report.figures, indent=1) + "\n", encoding="utf-8")
 
 
-def _interleave(contestants: list[tuple[str, Contestant]], prompts: list[list[int]], max_new_tokens: int) -> dict[str, list[Run]]:
-    for _, contestant in contestants:
-        contestant.run(prompts[0], 8)
-    runs: dict[str, list[Run]] = {name: [] for name, _ in contestants}
+def _interleave(workers: dict[str, Worker], prompts: list[list[int]], max_new_tokens: int) -> dict[str, list[Run]]:
+    for worker in workers.values():
+        worker.run(prompts[0], 8)
+    runs: dict[str, list[Run]] = {name: [] for name in workers}
+    order = list(workers)
     for index, prompt in enumerate(prompts):
-        for turn in range(len(contestants)):
-            name, contestant = contestants[(index + turn) % len(contestants)]
-            runs[name].append(contestant.run(prompt, max_new_tokens))
+        for turn in range(len(order)):
+            name = order[(index + turn) % len(order)]
+            runs[name].append(workers[name].run(prompt, max_new_tokens))
         click.echo(f"prompt {index + 1} of {len(prompts)}", err=True)
     return runs
 
 
-def _verify_ratio(session: Session, repeats: int = 40) -> float:
+def _verify_ratio(session: Session, repeats: int = 60) -> float:
     """Median time of verifying a block over that of one token, taking turns at the same position."""
-    from xpress_runtime.plan import Plan
-
     plan = Plan(session.bundle, session.backend)
-    plan.start(0, 10, 11, 128)
+    prompt = np.arange(100, 228)
+    plan.start(0, plan.prefill(0, prompt, with_drafter=False), int(prompt[-1]), len(prompt))
     times: dict[str, list[float]] = {"block": [], "token": []}
     for _ in range(repeats):
         for kind, step in (("block", plan.verify), ("token", plan.decode_one)):
@@ -243,12 +285,6 @@ def _verify_ratio(session: Session, repeats: int = 40) -> float:
             step()
             times[kind].append(time.perf_counter() - started)
     return statistics.median(times["block"]) / statistics.median(times["token"])
-
-
-def _peak_memory(name: str, bundle: Path, threads: int) -> int:
-    command = [sys.executable, __file__, "--only", name, "--bundle", str(bundle), "--threads", str(threads)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return int(json.loads(output.splitlines()[-1])["peak_memory_bytes"])
 
 
 @dataclass(frozen=True)
@@ -273,7 +309,7 @@ class Figures:
     host_share: float | None
 
 
-def _figures(name: str, contestant: Contestant, runs: dict[str, list[Run]], memory: int) -> Figures:
+def _figures(name: str, worker: Worker, runs: dict[str, list[Run]]) -> Figures:
     made, plain = runs[name], runs["plain"]
     per_token = statistics.median(run.ms_per_token for run in made)
     stats = [run.stats for run in made if run.stats is not None]
@@ -282,10 +318,10 @@ def _figures(name: str, contestant: Contestant, runs: dict[str, list[Run]], memo
     seconds = sum(each.decode_seconds for each in stats)
     plain_ms = 1e3 * sum(run.seconds for run in plain) / sum(len(run.tokens) - 1 for run in plain)
     return Figures(
-        name=contestant.name,
+        name=worker.name,
         ms_per_token=per_token,
         speedup=statistics.median(base.ms_per_token / run.ms_per_token for base, run in zip(plain, made, strict=True)),
-        peak_memory_bytes=memory,
+        peak_memory_bytes=worker.peak_memory_bytes,
         same_tokens=sum(run.tokens == base.tokens for base, run in zip(plain, made, strict=True)),
         mean_acceptance_length=sum(each.output_tokens - 1 for each in stats) / rounds if speculative else None,
         break_even=1e3 * seconds / rounds / plain_ms if speculative else None,
@@ -294,15 +330,14 @@ def _figures(name: str, contestant: Contestant, runs: dict[str, list[Run]], memo
 
 
 def _report(
-    contestants: dict[str, Contestant],
+    workers: dict[str, Worker],
     runs: dict[str, list[Run]],
-    memory: dict[str, int],
     verify_ratio: float,
     threads: int,
     max_new_tokens: int,
     missing: list[str],
 ) -> Report:
-    figures = {name: _figures(name, contestant, runs, memory[name]) for name, contestant in contestants.items()}
+    figures = {name: _figures(name, worker, runs) for name, worker in workers.items()}
     num_prompts = len(runs["plain"])
     header = ["", "ms per token", "speed-up", "tokens per round", "break-even", "host", "peak memory", "same tokens"]
     rows = [

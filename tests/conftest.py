@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.tiny import write_drafter, write_target
 from xpress_export.build import build_bundle
 from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint, check_pairing, open_drafter, open_target
 from xpress_export.options import resolve_options
 from xpress_runtime.bundle import Bundle
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> None:
+    """Models are tiny in most tests: a second thread only waits, and for long where the cores are busy."""
+    torch.set_num_threads(1)
+
 
 CONFORMANCE = Path(__file__).parent / "conformance_data"
 

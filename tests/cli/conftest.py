@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cli.invoke import Result, invoke
 from tests.runtime.tiny_tokenizers import CHATML, byte_level
@@ -17,14 +16,6 @@ from xpress_export import graph_set
 from xpress_export.graphs.exporter import ExportedGraph
 from xpress_export.graphs.spec import GraphSpec
 from xpress_export.graphs.weights import WeightStore
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

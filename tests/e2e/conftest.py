@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from xpress_export.checkpoints import TargetCheckpoint
 from xpress_export.demo.bundle import build_demo_bundle, demo_bundle_folder, find_demo_bundle, open_demo_checkpoints
@@ -14,6 +16,14 @@ from xpress_export.demo.target import default_cache, fetch_demo_target
 from xpress_export.parity.reference import TransformersReference
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.session import Session
+
+
+@pytest.fixture(scope="package", autouse=True)
+def all_torch_threads() -> Iterator[None]:
+    """The real target is worth every core."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def test_graphs_of_a_set(tiny: Built) -> None:
     assert set(tiny.bundle.manifest.graph_set("fp32-length").graphs) == set(GRAPHS)
 
 
-CACHE = ("batch", 2, 76, 12)
+CACHE = ("batch", 2, "cache_rows", 12)
 
 
 def caches(prefix: str, num_layers: int) -> dict[str, tuple[int | str, ...]]:
@@ -354,7 +354,7 @@ def test_masked_form_has_a_mask_and_no_lengths(masked: tuple[Path, dict[str, Gra
         assert "is_causal" not in {entry.name for entry in node.attribute} or attribute(node, "is_causal") == 0
         mask = values[node.input[3]]
         assert mask.type.tensor_type.elem_type == onnx.TensorProto.BOOL
-        assert dims_of(mask) == ("batch", 1, rows, 76)
+        assert dims_of(mask) == ("batch", 1, rows, "cache_rows")
     inputs, outputs = contract(name)
     assert {value.name: dims_of(value) for value in model.graph.input} == inputs
     assert {value.name: dims_of(value) for value in model.graph.output} == outputs
@@ -362,7 +362,7 @@ def test_masked_form_has_a_mask_and_no_lengths(masked: tuple[Path, dict[str, Gra
 
 def feed_of(spec: GraphSpec, batch: int, num_tokens: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(batch + num_tokens)
-    sizes = dict.fromkeys(DYNAMIC_DIMS, 0) | {"B": batch, "S": num_tokens}
+    sizes = dict.fromkeys(DYNAMIC_DIMS, 0) | {"B": batch, "S": num_tokens, "N": 48}
     feed = {
         tensor.name: torch.randn(tensor.shape(sizes), generator=generator)
         for tensor in spec.flat_inputs()

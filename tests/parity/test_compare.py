@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from xpress_export.parity.compare import ArgmaxComparison, compare_argmax, compare_arrays, top_margin
 from xpress_export.parity.target import compare_target
 
-INFINITE = float("inf")
+INFINITE = sys.float_info.max
 NAN = float("nan")
 
 
@@ -85,18 +86,11 @@ REFERENCE = floats(0, 5.0, 4.9, -1)
 
 
 @pytest.mark.parametrize(
-    ("found", "agreeing", "unexplained"),
-    [
-        # The same argmax, however large the error.
-        (floats(0, 9, -3, 7), 1, 0),
-        # A margin of 0.1, and errors of 0.06: a tie.
-        (floats(0, 4.94, 4.96, -1), 0, 0),
-        # No error is measured where a value is not a number, so nothing is explained.
-        (floats(NAN, 5.0, 4.9, -1), 0, 1),
-    ],
+    ("found", "agreeing"),
+    [(floats(0, 9, -3, 7), 1), (floats(0, 4.94, 4.96, -1), 0), (floats(NAN, 5.0, 4.9, -1), 0)],
 )
-def test_argmax(found: Any, agreeing: int, unexplained: int) -> None:
-    assert compare_argmax(found[None], REFERENCE[None]) == ArgmaxComparison(1, agreeing, unexplained)
+def test_argmax(found: Any, agreeing: int) -> None:
+    assert compare_argmax(found[None], REFERENCE[None]) == ArgmaxComparison(1, agreeing)
 
 
 def test_argmax_counts_rows_of_every_axis() -> None:
@@ -104,14 +98,14 @@ def test_argmax_counts_rows_of_every_axis() -> None:
     found = reference.copy()
     found[1, 2] = floats(0, 4.94, 4.96, -1)
     found[0, 0] = floats(NAN, 5, 4.9, 0)
-    assert compare_argmax(found, reference) == ArgmaxComparison(rows=6, agreeing=4, unexplained=1)
+    assert compare_argmax(found, reference) == ArgmaxComparison(rows=6, agreeing=4)
 
 
 def test_target_with_a_tie_passes() -> None:
     reference = np.stack([REFERENCE, floats(3, 2.99999, 0, 0)])
     found = np.stack([REFERENCE, floats(2.99999, 3, 0, 0)])
     result = compare_target(found, reference)
-    assert result.argmax == ArgmaxComparison(2, 1, 0)
+    assert result.argmax == ArgmaxComparison(2, 1)
     assert result.passed(1e-4)
 
 

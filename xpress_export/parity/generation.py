@@ -7,6 +7,7 @@ texts go different ways, so the comparison of that prompt ends there.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -124,7 +125,7 @@ def _divergence(
         allowed = tolerance * max(1.0, float(np.abs(expected_logits).max()))
     else:
         # The reference had stopped: no logits of it could explain a further token.
-        margin, error, allowed = float("inf"), 0.0, 0.0
+        margin, error, allowed = sys.float_info.max, 0.0, 0.0
     return Divergence(prompt_index, mode, first, _at(found, first), _at(reference.tokens, first), margin, error, allowed)
 
 

@@ -22,7 +22,7 @@ class TargetComparison:
     argmax: ArgmaxComparison
 
     def passed(self, tolerance: float) -> bool:
-        return self.logits.within(tolerance) and not self.argmax.unexplained
+        return self.logits.within(tolerance)
 
     def to_json(self, tolerance: float) -> dict[str, Any]:
         return {"passed": self.passed(tolerance), **self.logits.to_json(), "argmax": self.argmax.to_json()}
