@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from xpress_runtime.sets import AttentionForm
+
 DYNAMIC_DIMS = {"B": "batch", "S": "tokens", "R": "rows", "W": "verified", "N": "cache_rows"}
 
 Dim = int | str
@@ -45,6 +47,11 @@ class GraphSpec:
                 yield entry
             else:
                 yield from entry
+
+
+def cache_dims(num_kv_heads: int, head_dim: int, num_positions: int, form: AttentionForm) -> tuple[Dim, ...]:
+    """Dims of one cache. In the masked form the length is fixed: TensorRT's cache update layer takes no other."""
+    return ("B", num_kv_heads, "N" if form is AttentionForm.LENGTH else num_positions, head_dim)
 
 
 def cache_specs(prefix: str, num_layers: int, shape: tuple[Dim, ...], dtype: torch.dtype) -> tuple[TensorSpec, ...]:

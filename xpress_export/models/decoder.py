@@ -76,7 +76,7 @@ class DecoderAttention(nn.Module):
         config = self.config
         # One reshape and one transpose for all heads; the split along heads is then of whole blocks.
         heads = split_heads(self.qkv(states), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
-        query, key, value = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = rotary(query, positions), rotary(key, positions)

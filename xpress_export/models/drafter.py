@@ -73,7 +73,7 @@ class DrafterAttention(nn.Module):
         config = self.config
         rows = select_rows(torch.cat([context, states], dim=1), run.source)
         heads = split_heads(self.key_value(rows), 2 * config.num_kv_heads, config.head_dim)
-        key, value = heads.split([config.num_kv_heads, config.num_kv_heads], dim=1)
+        key, value = torch.split(heads, [config.num_kv_heads, config.num_kv_heads], dim=1)
         query = self.q_norm(split_heads(self.query(states), config.num_heads, config.head_dim))
         query, key = rotary(query, run.block_positions), rotary(self.k_norm(key), run.positions)
         key_cache = cache_update(key_cache, key, run.start)
