@@ -24,6 +24,7 @@ class SpeculativeLoop:
     def __init__(self, plan: Plan, num_passes: int) -> None:
         self.plan = plan
         self.num_passes = num_passes
+        plan.load("embed", "accept", f"refiner-k{num_passes}")
 
     def start(self, row: int, prompt: Sequence[int], stats: GenerationStats) -> int:
         """Prefill a row; returns its first token, which is the anchor of its first round."""
@@ -48,6 +49,7 @@ class PlainLoop:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        plan.load("embed", "accept")
 
     def start(self, row: int, prompt: Sequence[int], stats: GenerationStats) -> int:
         """Prefill a row; returns its first token."""

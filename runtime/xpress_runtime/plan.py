@@ -34,7 +34,7 @@ class Committed:
 
 
 class Plan:
-    """Everything that generation touches for ``num_rows`` rows, allocated once. Graphs are loaded on first use."""
+    """Everything that generation touches for ``num_rows`` rows, allocated once. Graphs are loaded when they are needed."""
 
     def __init__(self, bundle: Bundle, backend: Backend, num_rows: int = 1) -> None:
         manifest = bundle.manifest
@@ -96,6 +96,11 @@ class Plan:
         self._next_predecessor = self._allocate(_INT64, num_rows)
         self._next_position = self._allocate(_INT64, num_rows)
         self._next_active = self._allocate(_INT64, num_rows)
+
+    def load(self, *graphs: str) -> None:
+        """Load graphs now, so that the first round does not have to."""
+        for graph in graphs:
+            self._program(graph)
 
     # Steps. Each runs on every row; an inactive row computes garbage behind its position and is changed by none of them.
 
