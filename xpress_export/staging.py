@@ -73,6 +73,8 @@ def staged_folder(output: Path, *, needed_bytes: int, replace: bool) -> Iterator
             # mkdtemp makes folders that only their owner may read.
             staging.chmod(0o777 & ~_umask())
             yield staging
+            # Once more: something may have been put there in the meantime.
+            refuse_existing(output, replace=replace)
             _exchange(staging, output)
     finally:
         try:

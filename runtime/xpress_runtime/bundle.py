@@ -54,14 +54,20 @@ class Bundle:
         return self.folder / TOKENIZER_FOLDER if self.manifest.has_tokenizer else None
 
     def graph_path(self, set_name: str, graph: str) -> Path:
-        """The file of a graph; BundleError when the set or the graph is not in the bundle."""
+        """The file of a graph, checked once more: a bundle may be replaced while a session on it is open. Raises BundleError."""
         graphs = self.manifest.graph_set(set_name).graphs
         if graph not in graphs:
             raise BundleError(f"the bundle's set {set_name} holds no graph {graph} (it holds: {', '.join(graphs)})")
-        return self.folder / graphs[graph].file
+        file = graphs[graph].file
+        self._check_file(file, self.manifest.files[file], verify=True)
+        return self.folder / file
 
     def write_manifest(self, manifest: Manifest) -> Bundle:
-        """Replace ``bundle.json`` in one step; the old one stays whole until then. Raises OutputError."""
+        """Replace ``bundle.json`` in one step; the old one stays whole until then. Raises OutputError, also where the bundle is another one
+        by now.
+        """
+        if Bundle.open(self.folder, verify=False).manifest.files != self.manifest.files:
+            raise OutputError(f"{self.folder} was replaced by another bundle in the meantime; nothing was written to it")
         try:
             write_manifest(self.folder, manifest)
         except OSError as problem:

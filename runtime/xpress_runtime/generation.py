@@ -36,9 +36,17 @@ class GenerationConfig:
             raise OptionError(f"speculation is {self.speculation!r}, expected 'on' or 'off'")
         if self.speculation == "off" and self.num_passes is not None:
             raise OptionError(f"num_passes is {self.num_passes}, and speculation is off; leave one of them out")
-        if isinstance(self.stop, str) or not all(isinstance(stop, str) and stop for stop in self.stop):
+        if self.num_passes is not None and (isinstance(self.num_passes, bool) or not isinstance(self.num_passes, int)):
+            raise OptionError(f"num_passes is {self.num_passes!r}, expected an integer")
+        if (
+            isinstance(self.stop, str)
+            or not isinstance(self.stop, Sequence)
+            or not all(isinstance(stop, str) and stop for stop in self.stop)
+        ):
             raise OptionError(f"stop is {self.stop!r}, expected a list of non-empty strings")
-        if not all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids):
+        if not isinstance(self.stop_token_ids, Sequence) or not all(
+            isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in self.stop_token_ids
+        ):
             raise OptionError(f"stop_token_ids is {self.stop_token_ids!r}, expected a list of token ids")
 
 

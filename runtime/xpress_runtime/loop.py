@@ -24,7 +24,8 @@ class SpeculativeLoop:
     def __init__(self, plan: Plan, num_passes: int) -> None:
         self.plan = plan
         self.num_passes = num_passes
-        plan.load("embed", "accept", f"refiner-k{num_passes}")
+        self.num_proposals = plan.block_size - 1
+        plan.load(f"refiner-k{num_passes}")
 
     def start(self, row: int, prompt: Sequence[int], stats: GenerationStats) -> int:
         """Prefill a row; returns its first token, which is the anchor of its first round."""
@@ -47,9 +48,11 @@ class SpeculativeLoop:
 class PlainLoop:
     """One token of the target per step: the baseline that every speed-up is measured against."""
 
+    num_proposals = 0
+    num_passes = None
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        plan.load("embed", "accept")
 
     def start(self, row: int, prompt: Sequence[int], stats: GenerationStats) -> int:
         """Prefill a row; returns its first token."""

@@ -20,8 +20,8 @@ from xpress_runtime.errors import BundleError
 from xpress_runtime.manifest import CacheShape
 
 _INT64 = np.dtype(np.int64)
-# Flexible caches have this many rows, or twice, four times … as many, up to the bundle's.
-_SHORTEST_CACHE = 256
+# Flexible caches grow by this many rows, up to the bundle's.
+_CACHE_STEP = 256
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Committed:
 
 
 class Plan:
-    """Everything that generation touches for ``num_rows`` rows, allocated once. Graphs are loaded when they are needed."""
+    """Everything that generation touches for ``num_rows`` rows, allocated once. Refiners are loaded when a loop asks."""
 
     def __init__(self, bundle: Bundle, backend: Backend, num_rows: int = 1) -> None:
         manifest = bundle.manifest
@@ -47,6 +47,7 @@ class Plan:
         self._programs: dict[str, Program] = {}
         self._steps: dict[tuple[Any, ...], tuple[BoundProgram, ...]] = {}
 
+        self.load("embed", "target", "head", "drafter", "accept")
         target, drafter = self._program("target"), self._program("drafter")
         working_rows = max(self.prefill_chunk, num_rows * self.block_size)
         hidden, taps = target.outputs["hidden"], target.outputs["taps"]
@@ -98,7 +99,7 @@ class Plan:
         self._next_active = self._allocate(_INT64, num_rows)
 
     def load(self, *graphs: str) -> None:
-        """Load graphs now, so that the first round does not have to."""
+        """Load graphs now: a first round that does it would be slow, and may find a bundle that was replaced since it was opened."""
         for graph in graphs:
             self._program(graph)
 
@@ -106,10 +107,11 @@ class Plan:
 
     def prefill(self, row: int, tokens: NDArray[np.int64], *, with_drafter: bool) -> int:
         """Run a prompt of one row through the target (and the drafter's context) in chunks; returns the target's next token."""
-        self._positions[row] = len(tokens)
-        self._fit_caches(keep=bool(np.delete(self._running, row).any()))
+        others_run = bool(np.delete(self._running, row).any())
         for start in range(0, len(tokens), self.prefill_chunk):
             chunk = tokens[start : start + self.prefill_chunk]
+            self._positions[row] = start + len(chunk)
+            self._fit_caches(keep=others_run or start > 0)
             self._ids.view(1, len(chunk)).write(chunk[None])
             self._chunk_start.write(np.array([start]))
             self._chunk_end.write(np.array([start + len(chunk)]))
@@ -137,9 +139,12 @@ class Plan:
             buffer.row(row).write(np.array([value]))
 
     def stop(self, row: int) -> None:
-        """Freeze a row: it takes part in no further round."""
+        """Freeze a row: it takes part in no further round, and its part of the caches is free."""
         self._running[row] = False
-        self.active.row(row).write(np.array([0]))
+        # To the front, where what it still computes needs no room.
+        self._positions[row] = 0
+        for buffer in (self.active, self.position, self.context_position):
+            buffer.row(row).write(np.array([0]))
 
     def draft(self) -> None:
         """Block ids → drafted hidden states and base logits, after storing the newly verified context."""
@@ -170,14 +175,11 @@ class Plan:
         return committed
 
     def _fit_caches(self, *, keep: bool) -> None:
-        """Give the caches the shortest length, of a few, that holds every row and what its next round may write behind it."""
+        """Give the caches the least multiple of a few hundred rows that holds every row and what its next round may write behind it."""
         if not self.backend.flexible_caches:
             return
         needed = int(self._positions.max()) + 3 * self.block_size
-        rows = _SHORTEST_CACHE
-        while rows < needed:
-            rows *= 2
-        rows = min(rows, self.bundle.manifest.cache_rows)
+        rows = min(-(-needed // _CACHE_STEP) * _CACHE_STEP, self.bundle.manifest.cache_rows)
         if rows == self._cache_rows or (keep and rows < self._cache_rows):
             return
         for caches in (self._target_caches, self._drafter_caches):

@@ -6,12 +6,15 @@ A session owns one plan (its caches and buffers) and serves one generation at a 
 from __future__ import annotations
 
 import logging
+import operator
 import os
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 from xpress_runtime.backends import Backend, open_backend
 from xpress_runtime.bundle import Bundle
@@ -48,6 +51,8 @@ class Session:
         self._plan: Plan | None = Plan(bundle, backend)
         # Counts generations: a stream that is no longer the latest one has lost its caches.
         self._generation = 0
+        # One thread at a time works on the plan; generations of several threads wait for each other.
+        self._lock = threading.RLock()
 
     @classmethod
     def open(
@@ -76,17 +81,19 @@ class Session:
 
     def close(self) -> None:
         """Give the memory back; the session cannot be used afterwards."""
-        self._plan = None
+        with self._lock:
+            self._plan = None
 
     def generate(self, prompt: Prompt, config: GenerationConfig | None = None) -> GenerationResult:
         """Generate to the end. ``prompt``: text, chat messages ({"role", "content"} each), or token ids.
 
-        Raises PromptError and OptionError.
+        Calls from several threads run one after the other. Raises PromptError and OptionError.
         """
-        stream = self.stream(prompt, config)
-        for _ in stream:
-            pass
-        return stream.result
+        with self._lock:
+            stream = self.stream(prompt, config)
+            for _ in stream:
+                pass
+            return stream.result
 
     def stream(self, prompt: Prompt, config: GenerationConfig | None = None) -> GenerationStream:
         """Generate piece by piece. Input is checked here, before the first piece is asked for; work begins with the first piece.
@@ -94,30 +101,47 @@ class Session:
         A stream may be abandoned at any point; beginning another one on this session ends it.
         """
         config = config or GenerationConfig()
-        plan = self._open_plan()
         tokens = self.encode(prompt)
         room = self._room(tokens)
         if config.stop and self.tokenizer is None:
             raise OptionError("stop strings need a tokenizer, and this bundle has none; use stop_token_ids")
         progress = RequestProgress(config, stop_token_ids=self.bundle.manifest.target.stop_token_ids, room=room, tokenizer=self.tokenizer)
-        self._generation += 1
-        return GenerationStream(self, plan, self._loop(plan, config), tokens, progress, self._generation)
+        with self._lock:
+            loop = self._loop(self.open_plan(), config)
+            self._generation += 1
+            return GenerationStream(self, loop, tokens, progress, self._generation)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt as token ids, as the target's tokenizer and chat template make them. Raises PromptError."""
         if isinstance(prompt, str):
             tokens = self._tokenizer().encode(prompt)
-        elif all(isinstance(item, Mapping) for item in prompt) and prompt:
-            tokens = self._tokenizer().encode_chat([item for item in prompt if isinstance(item, Mapping)])
+        elif not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
+            raise PromptError(f"the prompt is a {type(prompt).__name__}, expected text, chat messages or token ids")
         else:
-            tokens = _token_ids(prompt, self.bundle.manifest.target.vocab_size)
+            items = list(prompt)
+            messages = [item for item in items if isinstance(item, Mapping)]
+            if messages and len(messages) == len(items):
+                tokens = self._tokenizer().encode_chat(messages)
+            else:
+                tokens = _token_ids(items, self.bundle.manifest.target.vocab_size)
         if not tokens:
             raise PromptError("the prompt is empty; give at least one token")
         return tokens
 
-    def is_latest(self, generation: int) -> bool:
-        """Whether the caches still belong to this generation."""
-        return self._plan is not None and generation == self._generation
+    @contextmanager
+    def working_on(self, generation: int) -> Iterator[Plan]:
+        """The plan for one step of a generation, to this thread alone; OptionError when the caches belong to another one by now."""
+        with self._lock:
+            plan = self.open_plan()
+            if generation != self._generation:
+                raise OptionError("this stream ended when another one began on its session; open a session for each that runs at a time")
+            yield plan
+
+    def open_plan(self) -> Plan:
+        """The plan; OptionError once the session is closed."""
+        if self._plan is None:
+            raise OptionError("this session is closed; open another one")
+        return self._plan
 
     def _loop(self, plan: Plan, config: GenerationConfig) -> SpeculativeLoop | PlainLoop:
         if config.speculation == "off":
@@ -143,11 +167,6 @@ class Session:
             raise PromptError("this bundle has no tokenizer, so it takes token ids only")
         return self.tokenizer
 
-    def _open_plan(self) -> Plan:
-        if self._plan is None:
-            raise OptionError("this session is closed; open another one")
-        return self._plan
-
 
 class GenerationStream(Iterator[Piece]):
     """Pieces of one generation as they become final. ``result`` is there once it has ended."""
@@ -155,24 +174,18 @@ class GenerationStream(Iterator[Piece]):
     def __init__(
         self,
         session: Session,
-        plan: Plan,
         loop: SpeculativeLoop | PlainLoop,
         prompt: Sequence[int],
         progress: RequestProgress,
         generation: int,
     ) -> None:
-        speculative = isinstance(loop, SpeculativeLoop)
-        self.stats = GenerationStats(
-            prompt_tokens=len(prompt),
-            num_proposals=plan.block_size - 1 if speculative else 0,
-            num_passes=loop.num_passes if isinstance(loop, SpeculativeLoop) else None,
-        )
+        self.stats = GenerationStats(len(prompt), loop.num_proposals, loop.num_passes)
         self._session = session
-        self._plan = plan
         self._loop = loop
         self._prompt = prompt
         self._progress = progress
         self._generation = generation
+        self._failed = False
 
     @property
     def result(self) -> GenerationResult:
@@ -188,11 +201,18 @@ class GenerationStream(Iterator[Piece]):
     def __next__(self) -> Piece:
         if self.finished:
             raise StopIteration
-        if not self._session.is_latest(self._generation):
-            raise OptionError("this stream ended when another one began on its session; open a session for each that runs at a time")
-        piece = self._first() if not self._progress.tokens else self._round()
+        if self._failed:
+            raise OptionError("this stream was interrupted in the middle of a round; begin another one")
+        with self._session.working_on(self._generation) as plan:
+            try:
+                piece = self._first() if not self._progress.tokens else self._round()
+            except BaseException:
+                # The caches may be a round ahead of the text.
+                self._failed = True
+                raise
+            if self.finished:
+                plan.stop(0)
         if self.finished:
-            self._plan.stop(0)
             self._report()
         return piece
 
@@ -237,6 +257,7 @@ class GenerationStream(Iterator[Piece]):
 
 def _token_ids(prompt: Sequence[Any], vocab_size: int) -> list[int]:
     for index, token in enumerate(prompt):
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+        # Integers of numpy are integers too.
+        if isinstance(token, bool) or not isinstance(token, SupportsIndex) or not 0 <= operator.index(token) < vocab_size:
             raise PromptError(f"prompt item {index} is {token!r}, expected a token id from 0 to {vocab_size - 1}")
-    return list(prompt)
+    return [operator.index(token) for token in prompt]

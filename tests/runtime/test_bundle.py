@@ -390,3 +390,14 @@ def test_description_stays_when_it_cannot_be_replaced(folder: Path, monkeypatch:
             bundle.write_manifest(bundle.manifest.with_parity({"passed": False}))
     assert sorted(path.name for path in folder.iterdir()) == before
     assert Bundle.open(folder).manifest == bundle.manifest
+
+
+def test_manifest_of_a_bundle_that_was_replaced_is_not_written(folder: Path) -> None:
+    bundle = Bundle.open(folder)
+    manifest = json.loads((folder / "bundle.json").read_text(encoding="utf-8"))
+    (folder / "another").write_bytes(b"x")
+    manifest["files"]["another"] = {"bytes": 1, "sha256": "0" * 64}
+    (folder / "bundle.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(OutputError, match="replaced by another bundle"):
+        bundle.write_manifest(bundle.manifest)
+    assert json.loads((folder / "bundle.json").read_text(encoding="utf-8")) == manifest

@@ -110,7 +110,7 @@ def test_a_row_that_joins_later_disturbs_none(scripted: Built) -> None:
     assert outputs[1] == continuation(continuation(3, 12)[-1], len(outputs[1])) and len(outputs[1]) == 1 + 2 * BLOCK_SIZE
 
 
-def test_an_inactive_row_keeps_its_state(scripted: Built) -> None:
+def test_a_stopped_row_emits_nothing_and_stays_at_the_front(scripted: Built) -> None:
     plan = Plan(scripted.bundle, open_backend("ort-cpu", threads=1), num_rows=2)
     loop = SpeculativeLoop(plan, 1)
     stats = _stats(plan, 1)
@@ -119,6 +119,7 @@ def test_an_inactive_row_keeps_its_state(scripted: Built) -> None:
     loop.round(stats)
     plan.stop(1)
     state = [buffer.read()[1] for buffer in (plan.anchor, plan.predecessor, plan.position)]
+    assert state[2] == 0
     for _ in range(3):
         assert loop.round(stats).num_emitted[1] == 0
     assert [buffer.read()[1] for buffer in (plan.anchor, plan.predecessor, plan.position)] == state

@@ -6,9 +6,11 @@ import json
 import logging
 import math
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.conftest import Built, build
@@ -16,6 +18,7 @@ from tests.runtime.tiny_tokenizers import CHATML, byte_level
 from tests.tiny import write_drafter, write_target
 from xpress_runtime import GenerationConfig, Session, WarningThresholds
 from xpress_runtime.errors import BundleError, EnvironmentProblem, OptionError, PromptError
+from xpress_runtime.plan import Plan
 
 MESSAGES = [{"role": "user", "content": "Hello 🎉 world"}]
 
@@ -61,6 +64,10 @@ def test_prompts_of_every_kind(session: Session) -> None:
         ([{"role": "user", "content": 3}], "message 0"),
         ([{"role": "user", "content": "a"}, "b"], "prompt item 0"),
         ("x " * 400, "capacity is 96"),
+        (5, "the prompt is a int"),
+        (None, "the prompt is a NoneType"),
+        (b"ab", "the prompt is a bytes"),
+        ({"role": "user", "content": "a"}, "the prompt is a dict"),
     ],
 )
 def test_prompts_that_are_refused(session: Session, prompt: Any, complaint: str) -> None:
@@ -78,6 +85,12 @@ def test_prompts_that_are_refused(session: Session, prompt: Any, complaint: str)
         ({"stop": "abc"}, "stop is 'abc'"),
         ({"stop": [""]}, "stop is"),
         ({"stop_token_ids": [-1]}, "stop_token_ids is"),
+        ({"stop": None}, "stop is None"),
+        ({"stop": 5}, "stop is 5"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5"),
+        ({"stop_token_ids": [True]}, "stop_token_ids is"),
+        ({"num_passes": True}, "num_passes is True"),
+        ({"num_passes": "2"}, "num_passes is '2'"),
         ({"num_passes": 1}, "built for 0, 2"),
         ({"num_passes": 2, "speculation": "off"}, "speculation is off"),
     ],
@@ -239,3 +252,56 @@ def _merge(values: dict[str, Any], change: dict[str, Any]) -> None:
             _merge(values[name], value)
         else:
             values[name] = value
+
+
+def test_threads_wait_for_each_other(session: Session) -> None:
+    prompts = ["Hello", "world", "emoji 🎉", "In 2024"]
+    expected = [session.generate(prompt, GenerationConfig(30)).tokens for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda prompt: session.generate(prompt, GenerationConfig(30)).tokens, prompts * 6))
+    assert found == expected * 6
+
+
+def test_streams_of_two_threads_end_with_a_clear_error_or_rightly(session: Session) -> None:
+    expected = session.generate("Hello", GenerationConfig(40)).tokens
+
+    def run(_index: int) -> tuple[int, ...] | None:
+        stream = session.stream("Hello", GenerationConfig(40))
+        try:
+            for _ in stream:
+                pass
+        except OptionError:
+            return None
+        return stream.result.tokens
+
+    with ThreadPoolExecutor(3) as pool:
+        outcomes = list(pool.map(run, range(12)))
+    assert set(outcomes) <= {expected, None} and expected in outcomes
+
+
+def test_a_bundle_that_is_replaced_under_an_open_session(spoken: Built, tiny: Built, tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(spoken.bundle.folder, folder)
+    with Session.open(folder, threads=1) as session:
+        shutil.rmtree(folder)
+        shutil.copytree(tiny.bundle.folder, folder)
+        # What was loaded when the session was opened goes on; what was not is refused.
+        assert session.generate("Hello", GenerationConfig(8, speculation="off")).tokens
+        with pytest.raises(BundleError, match="build or copy the bundle again"):
+            session.generate("Hello", GenerationConfig(8))
+
+
+def test_an_interrupted_round_ends_its_stream(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = session.stream("Hello", GenerationConfig(30))
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(Plan, "_fit_caches", lambda *_args, **_fields: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+    with pytest.raises(OptionError, match="interrupted"):
+        next(stream)
+    assert session.generate("Hello", GenerationConfig(30)).tokens
+
+
+def test_ids_of_numpy_are_ids(session: Session) -> None:
+    assert session.encode(np.array([3, 4])) == session.encode(iter([3, 4])) == [3, 4]  # type: ignore[arg-type]

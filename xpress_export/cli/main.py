@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -104,6 +105,7 @@ def main() -> NoReturn:
     if isinstance(sys.stdout, TextIOWrapper):
         # A terminal that cannot show a character is no reason to lose the rest of a text.
         sys.stdout.reconfigure(errors="backslashreplace")
+    interrupted = _note_interrupts()
     try:
         cli.main(prog_name="xpress-export", standalone_mode=False)
     except XpressError as error:
@@ -132,7 +134,25 @@ def main() -> NoReturn:
             raise
         _discard_output()
         _fail(f"{error.strerror}: {error.filename or 'standard output'}", EnvironmentProblem.exit_code)
+    except Exception:
+        # A library that is interrupted while it is imported may make an error of its own of it.
+        if not interrupted.is_set():
+            raise
+        _fail("interrupted", 130)
     sys.exit(0)
+
+
+def _note_interrupts() -> threading.Event:
+    """Ctrl-C as before, and an event that tells afterwards that it was pressed."""
+    interrupted = threading.Event()
+
+    def interrupt(signum: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    return interrupted
 
 
 def _fail(message: str, exit_code: int) -> NoReturn:
