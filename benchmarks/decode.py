@@ -297,7 +297,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Figures:
-    """Medians over prompts; ``speedup`` is the median of plain time over this one's, prompt by prompt."""
+    """``ms_per_token`` is the median over prompts; ``speedup``, tokens per round and ``break_even`` are pooled over all of them."""
 
     name: str
     ms_per_token: float
@@ -309,6 +309,10 @@ class Figures:
     host_share: float | None
 
 
+def _pooled_ms(runs: list[Run]) -> float:
+    return 1e3 * sum(run.seconds for run in runs) / sum(len(run.tokens) - 1 for run in runs)
+
+
 def _figures(name: str, worker: Worker, runs: dict[str, list[Run]]) -> Figures:
     made, plain = runs[name], runs["plain"]
     per_token = statistics.median(run.ms_per_token for run in made)
@@ -316,17 +320,23 @@ def _figures(name: str, worker: Worker, runs: dict[str, list[Run]]) -> Figures:
     rounds = sum(each.rounds for each in stats)
     speculative = bool(stats) and stats[0].num_proposals > 0
     seconds = sum(each.decode_seconds for each in stats)
-    plain_ms = 1e3 * sum(run.seconds for run in plain) / sum(len(run.tokens) - 1 for run in plain)
+    plain_ms, pooled_ms = _pooled_ms(plain), _pooled_ms(made)
     return Figures(
         name=worker.name,
         ms_per_token=per_token,
-        speedup=statistics.median(base.ms_per_token / run.ms_per_token for base, run in zip(plain, made, strict=True)),
+        speedup=plain_ms / pooled_ms,
         peak_memory_bytes=worker.peak_memory_bytes,
         same_tokens=sum(run.tokens == base.tokens for base, run in zip(plain, made, strict=True)),
         mean_acceptance_length=sum(each.output_tokens - 1 for each in stats) / rounds if speculative else None,
         break_even=1e3 * seconds / rounds / plain_ms if speculative else None,
         host_share=sum(each.host_seconds for each in stats) / seconds if stats else None,
     )
+
+
+_EXPLANATION = (
+    "ms per token is the median over prompts. Speed-up (over ours, plain), tokens per round and break-even (time of a round over that of a "
+    "plain step) are of all prompts together. Host is the share of decoding that is not graph execution."
+)
 
 
 def _report(
@@ -354,7 +364,7 @@ def _report(
         for made in figures.values()
     ]
     lines = [
-        f"{num_prompts} prompts, at most {max_new_tokens} tokens, {threads} threads; medians over prompts, speed-up against ours, plain.",
+        f"{num_prompts} prompts, at most {max_new_tokens} tokens, {threads} threads. {_EXPLANATION}",
         "",
         *_markdown(header, rows),
         "",

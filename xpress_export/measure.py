@@ -59,6 +59,13 @@ class ModeFigures:
         return [sum(length > slot for length in lengths) / max(len(lengths), 1) for slot in range(1, num_proposals + 1)]
 
 
+def speedups(figures: ModeFigures, base: ModeFigures) -> list[float]:
+    """How many times faster than ``base`` a mode was, prompt by prompt; prompts that ended at once are left out."""
+    pairs = zip(base.results, figures.results, strict=True)
+    times = [(one.stats.ms_per_token, other.stats.ms_per_token) for one, other in pairs]
+    return [one / other for one, other in times if one is not None and other is not None]
+
+
 def measure_modes(
     session: Session,
     prompts: Sequence[Prompt],

@@ -186,6 +186,7 @@ class GenerationStream(Iterator[Piece]):
         self._progress = progress
         self._generation = generation
         self._failed = False
+        self._reported = False
 
     @property
     def result(self) -> GenerationResult:
@@ -200,6 +201,10 @@ class GenerationStream(Iterator[Piece]):
 
     def __next__(self) -> Piece:
         if self.finished:
+            # With the last piece delivered, so that a log does not stand in the middle of a text.
+            if not self._reported:
+                self._reported = True
+                self._report()
             raise StopIteration
         if self._failed:
             raise OptionError("this stream was interrupted in the middle of a round; begin another one")
@@ -212,8 +217,6 @@ class GenerationStream(Iterator[Piece]):
                 raise
             if self.finished:
                 plan.stop(0)
-        if self.finished:
-            self._report()
         return piece
 
     def _first(self) -> Piece:
@@ -248,7 +251,9 @@ class GenerationStream(Iterator[Piece]):
         thresholds = self._session.thresholds
         if stats.acceptance_rate is not None and stats.acceptance_rate < thresholds.acceptance_rate:
             logger.warning(
-                "acceptance rate %.3f is below %.3f: the drafter hardly fits this text", stats.acceptance_rate, thresholds.acceptance_rate
+                "acceptance rate %.3f is below %.3f: the drafter hardly fits this text; try it with speculation off",
+                stats.acceptance_rate,
+                thresholds.acceptance_rate,
             )
         round_ms = 1e3 * stats.decode_seconds / stats.rounds
         if round_ms > thresholds.round_ms:

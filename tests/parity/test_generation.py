@@ -154,12 +154,12 @@ def parity(**changes: Any) -> dict[str, Any]:
 
 
 def test_report_names_everything_that_failed() -> None:
-    wrong = {"passed": False, "scaled_error": 0.25}
+    wrong = {"passed": False, "scaled_error": 0.25, "worst_output": "embeddings"}
     different = GenerationComparison(1, ["plain"], 9, [TIE, replace(TIE, margin=1.0, index=8)]).to_json()
     result = parity(passed=False, graphs={"embed": wrong, "target": {**wrong, "passed": True}}, target=wrong, generation=different)
     assert failures(result) == [
-        "graph embed (error 2.5e-01, tolerance 1e-04)",
-        "target logits (error 2.5e-01)",
+        "graph embed (output embeddings: 2.5e-01, tolerance 1e-04)",
+        "target logits (2.5e-01)",
         "generation K=2, prompt 0, token 8: 5 instead of 6",
     ]
     with pytest.raises(CheckFailed, match=r"parity failed: graph embed .*; target logits .*; generation K=2"):

@@ -44,22 +44,24 @@ def command(
             if line == "/reset":
                 messages = list(opening)
                 continue
+            if line.startswith("/"):
+                click.echo(f"{line.split()[0]} is no command; there are /reset and /quit", err=True)
+                continue
             if not line:
                 continue
             question = {"role": "user", "content": line}
             try:
                 stream = session.stream([*messages, question], config)
             except PromptError as problem:
-                click.echo(f"{problem} (/reset begins anew)", err=True)
+                click.echo(f"{problem}; /reset begins anew", err=True)
                 continue
             answer = ""
             try:
                 for piece in stream:
                     answer += piece.text
-                    click.echo(piece.text, nl=False)
+                    click.echo(piece.text, nl=stream.finished)
             except KeyboardInterrupt:
-                click.echo(" [stopped]", nl=False)
-            click.echo()
+                click.echo(" [stopped]")
             if stats and stream.finished:
                 for text in stats_lines(stream.result):
                     click.echo(text, err=True)

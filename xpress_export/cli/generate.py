@@ -22,7 +22,7 @@ from xpress_runtime.errors import PromptError
     ),
     click.option("--system", help="A system message before a chat prompt."),
     click.option("--tokens", help="The prompt as comma-separated token ids instead of text."),
-    click.option("--stats", is_flag=True, help="Print acceptance and times after the text."),
+    click.option("--stats", is_flag=True, help="Print acceptance and times to standard error."),
 )
 @generation_options
 @session_options
@@ -43,7 +43,10 @@ def command(
     warn_round_ms: float,
     **generation: Any,
 ) -> None:
-    """Generate from PROMPT, or from standard input, with BUNDLE. Text streams to standard output as it becomes final."""
+    """Generate from PROMPT, or from standard input, with BUNDLE. Text streams to standard output as it becomes final.
+
+    With --json the tokens include the stop token, or those of the stop string; the text ends before it.
+    """
     from xpress_export.cli.show import stats_lines
     from xpress_runtime.generation import GenerationConfig
     from xpress_runtime.session import Session, WarningThresholds
@@ -53,15 +56,16 @@ def command(
     with Session.open(bundle, backend, threads=threads, verify=not no_verify, thresholds=thresholds) as session:
         stream = session.stream(_prompt(session, prompt, chat, system, tokens), config)
         for piece in stream:
-            if not as_json:
-                click.echo(piece.text, nl=False)
+            if not as_json and session.tokenizer is not None:
+                click.echo(piece.text, nl=stream.finished)
         result = stream.result
     if as_json:
         fields = {"text": result.text, "tokens": result.tokens, "finish_reason": result.finish_reason, "stats": result.stats.to_json()}
         click.echo(json.dumps(fields))
         return
-    # Without a tokenizer there is no text, and the ids are the answer.
-    click.echo("" if session.tokenizer is not None else ",".join(str(token) for token in result.tokens))
+    if session.tokenizer is None:
+        # There is no text, and the ids are the answer.
+        click.echo(",".join(str(token) for token in result.tokens))
     if stats:
         for line in stats_lines(result):
             click.echo(line, err=True)
@@ -80,7 +84,8 @@ def _prompt(session: Any, prompt: str | None, chat: bool | None, system: str | N
         if sys.stdin is None or sys.stdin.isatty():
             raise PromptError("no prompt: give it as an argument or on standard input")
         try:
-            prompt = sys.stdin.read()
+            # The newline that echo and editors put at the end is not part of what was meant.
+            prompt = sys.stdin.read().removesuffix("\n")
         except UnicodeDecodeError as problem:
             raise PromptError(f"standard input is not UTF-8 text: {problem.reason} at byte {problem.start}") from None
     if not prompt.strip():

@@ -88,6 +88,9 @@ def _origin(origin: Origin) -> str:
 def _parity(manifest: Manifest) -> str:
     if manifest.parity is None:
         return "not checked"
+    from xpress_export.parity.report import failures
+
     generation = manifest.parity["generation"]
-    verdict = "passed" if manifest.parity["passed"] else "FAILED"
-    return f"{verdict}: {len(manifest.parity['graphs'])} graphs, {generation['tokens']} generated tokens"
+    if not manifest.parity["passed"]:
+        return f"FAILED: {'; '.join(failures(manifest.parity))}"
+    return f"passed: {len(manifest.parity['graphs'])} graphs, {generation['tokens']} generated tokens"

@@ -54,8 +54,12 @@ build_options = combined(
     click.option(
         "--shortlist", type=click.IntRange(0), help="Score only the best C candidates of a slot; 0: all. Default: the checkpoint's."
     ),
-    click.option("--capacity", type=int, help="Tokens of prompt and output together. Default: 2048, or the target's positions if fewer."),
-    click.option("--batch", type=int, default=1, show_default=True, help="Rows that the bundle is planned for."),
+    click.option(
+        "--capacity",
+        type=click.IntRange(2),
+        help="Tokens of prompt and output together. Default: 2048, or the target's positions if fewer.",
+    ),
+    click.option("--batch", type=click.IntRange(1, 1024), default=1, show_default=True, help="Rows that the bundle is planned for."),
     click.option("--prefill-chunk", type=click.IntRange(1, 8192), help="Prompt tokens that run at once. Default: 128."),
 )
 
@@ -70,7 +74,7 @@ generation_options = combined(
     click.option("--stop", multiple=True, help="A string that ends the text; may be given several times."),
     click.option("--ignore-stop", is_flag=True, help="Go on past stop tokens."),
     click.option("--speculation", type=click.Choice(["on", "off"]), default="on", show_default=True, help="off: plain decoding."),
-    click.option("--num-passes", type=int, help="Jacobi passes among those built; 0: the bare drafter."),
+    click.option("--num-passes", type=int, help="Jacobi (refinement) passes among those built; 0: the bare drafter."),
 )
 
 warning_options = combined(

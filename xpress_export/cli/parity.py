@@ -73,22 +73,30 @@ def _whereabouts(role: str, given: str | None, origin: Origin) -> tuple[str, str
 
 
 def _shown(parity: dict[str, object]) -> str:
+    from xpress_export.parity.report import shown_error
+
     graphs, target, generation = parity["graphs"], parity["target"], parity["generation"]
     assert isinstance(graphs, dict) and isinstance(target, dict) and isinstance(generation, dict)
     rows = [
-        [name, f"{entry['max_abs_error']:.1e}", f"{entry['scaled_error']:.1e}", _agreement(entry["argmax"]), _verdict(entry["passed"])]
+        [
+            name,
+            shown_error(entry["max_abs_error"]),
+            shown_error(entry["scaled_error"]),
+            _agreement(entry["argmax"]),
+            _verdict(entry["passed"]),
+        ]
         for name, entry in graphs.items()
     ]
     rows.append(
         [
             "target / transformers",
-            f"{target['max_abs_error']:.1e}",
-            f"{target['scaled_error']:.1e}",
+            shown_error(target["max_abs_error"]),
+            shown_error(target["scaled_error"]),
             f"{target['argmax']['agreeing']}/{target['argmax']['rows']}",
             _verdict(target["passed"]),
         ]
     )
-    lines = [table(["compared with PyTorch", "max error", "scaled", "argmax", ""], rows)]
+    lines = [table(["compared with PyTorch", "largest error", "relative", "same best token", "result"], rows)]
     lines.append(
         f"generation / transformers: {generation['tokens']} tokens equal over {generation['prompts']} prompts in modes "
         f"{', '.join(generation['modes'])}: {_verdict(generation['passed'])}"
