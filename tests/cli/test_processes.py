@@ -17,7 +17,11 @@ from tests.conftest import Built
 from tests.tiny import write_drafter, write_target
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = "from xpress_export.cli.main import main; main()"
+# A shell starts background jobs with Ctrl-C ignored, and a test run may be one.
+PROGRAM = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); signal.signal(signal.SIGTERM, signal.SIG_DFL); "
+    "from xpress_export.cli.main import main; main()"
+)
 # Smaller than the smallest graph.
 LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)); " + PROGRAM
 WITHOUT = """
@@ -82,7 +86,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]
                     err += line
                 assert list((folder / name / "new").glob(".bundle.partial-*/graphs/*"))
                 process.send_signal(getattr(signal, name))
-            err += process.communicate(timeout=60)[1]
+            err += process.communicate(timeout=300)[1]
             results[name] = Ended(process.returncode, err, listing(folder / name))
         yield results
     finally:
@@ -115,7 +119,7 @@ def test_reader_that_went_away(arguments: tuple[str, ...]) -> None:
     os.close(reading)
     process = start(PROGRAM, *arguments, stdout=writing)
     os.close(writing)
-    err = process.communicate(timeout=60)[1]
+    err = process.communicate(timeout=300)[1]
     assert (process.returncode, err) == (141, "")
 
 
@@ -123,7 +127,7 @@ def test_reader_that_went_away(arguments: tuple[str, ...]) -> None:
 def test_output_to_a_full_disk() -> None:
     with Path("/dev/full").open("w") as full:
         process = start(PROGRAM, "doctor", stdout=full.fileno())
-        err = process.communicate(timeout=60)[1]
+        err = process.communicate(timeout=300)[1]
     assert (process.returncode, err) == (3, "xpress-export: No space left on device: standard output\n")
 
 
@@ -142,7 +146,7 @@ def test_output_to_a_full_disk() -> None:
 def test_package_of_an_extra_is_missing(package: str, extra: str, arguments: tuple[str, ...], tiny: Built, tmp_path: Path) -> None:
     filled = [str(tiny.bundle.folder) if argument == "BUNDLE" else argument for argument in arguments]
     process = start(f"{WITHOUT}import os; os.chdir({str(tmp_path)!r}); {PROGRAM}", package, *filled)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (3, "")
     assert err.startswith("xpress-export: ")
     assert err.endswith(f"{package} is not installed; install it with: pip install 'xpress-export[{extra}]'\n")
@@ -154,6 +158,6 @@ def test_a_server_needs_no_export_packages(tiny: Built) -> None:
     missing = "accelerate,gguf,huggingface_hub,onnx,onnx_ir,onnxscript,safetensors,torch,transformers"
     arguments = ("generate", tiny.bundle.folder, "--tokens", "1", "--max-new-tokens", "3", "--ignore-stop", "--threads", "1")
     process = start(WITHOUT + PROGRAM, missing, "--log-level", "error", *arguments)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, "")
     assert len(out.split(",")) == 3
