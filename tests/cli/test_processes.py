@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,20 @@ class Ended:
     left: dict[str, int]
 
 
+def _stop_in_the_middle(name: str, process: subprocess.Popen[str], folder: Path) -> str:
+    """Send a build the signal ``name`` once it exports graphs, where it is one; returns its standard error when it has ended."""
+    assert process.stderr is not None
+    err = ""
+    if name != "limit":
+        while "build: accept" not in err:
+            line = process.stderr.readline()
+            assert line, err
+            err += line
+        assert list((folder / "new").glob(".bundle.partial-*/graphs/*"))
+        process.send_signal(getattr(signal, name))
+    return err + process.communicate(timeout=300)[1]
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]]:
     """Builds that are stopped in the middle, all at the same time because each must import PyTorch first."""
@@ -76,18 +91,11 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]
             arguments = ("build", "--target", folder / "target", "--drafter", folder / "drafter", "--num-passes", "0")
             program = LIMITED if name == "limit" else PROGRAM
             processes[name] = start(program, *arguments, "--output", folder / name / "new" / "bundle")
-        for name, process in processes.items():
-            assert process.stderr is not None
-            err = ""
-            if name != "limit":
-                while "build: accept" not in err:
-                    line = process.stderr.readline()
-                    assert line, err
-                    err += line
-                assert list((folder / name / "new").glob(".bundle.partial-*/graphs/*"))
-                process.send_signal(getattr(signal, name))
-            err += process.communicate(timeout=300)[1]
-            results[name] = Ended(process.returncode, err, listing(folder / name))
+        # A thread each: one that waited for another's end would come after its own build's.
+        with ThreadPoolExecutor(len(processes)) as pool:
+            errs = pool.map(_stop_in_the_middle, processes, processes.values(), [folder / name for name in processes])
+            for (name, process), err in zip(processes.items(), errs, strict=True):
+                results[name] = Ended(process.returncode, err, listing(folder / name))
         yield results
     finally:
         for process in processes.values():
