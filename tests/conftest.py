@@ -11,7 +11,7 @@ import torch
 
 from tests.tiny import write_drafter, write_target
 from xpress_export.build import build_bundle
-from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint, check_pairing, open_drafter, open_target
+from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint, open_pair
 from xpress_export.options import resolve_options
 from xpress_runtime.bundle import Bundle
 
@@ -36,8 +36,7 @@ class Built:
 
 def build(target: Path, drafter: Path, output: Path, **options: Any) -> Built:
     """Build a bundle as the command does, without parity."""
-    target_checkpoint, drafter_checkpoint = open_target(str(target)), open_drafter(str(drafter))
-    check_pairing(target_checkpoint, drafter_checkpoint)
+    target_checkpoint, drafter_checkpoint = open_pair(str(target), str(drafter))
     resolved = resolve_options(target_checkpoint, drafter_checkpoint, **options)
     return Built(build_bundle(target_checkpoint, drafter_checkpoint, output, resolved), target_checkpoint, drafter_checkpoint)
 

@@ -2,7 +2,7 @@
 
 from xpress_export.checkpoints.drafter import DrafterCheckpoint, open_drafter
 from xpress_export.checkpoints.locate import Location, locate
-from xpress_export.checkpoints.pairing import check_pairing
+from xpress_export.checkpoints.pairing import check_pairing, open_pair
 from xpress_export.checkpoints.target import TargetCheckpoint, open_target
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "check_pairing",
     "locate",
     "open_drafter",
+    "open_pair",
     "open_target",
 ]

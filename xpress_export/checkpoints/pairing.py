@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import logging
 
-from xpress_export.checkpoints.drafter import DrafterCheckpoint
-from xpress_export.checkpoints.target import TargetCheckpoint
+from xpress_export.checkpoints.drafter import DrafterCheckpoint, open_drafter
+from xpress_export.checkpoints.target import TargetCheckpoint, open_target
 from xpress_runtime.errors import PairingError
 
 logger = logging.getLogger(__name__)
+
+
+def open_pair(
+    target: str, drafter: str, *, target_revision: str | None = None, drafter_revision: str | None = None
+) -> tuple[TargetCheckpoint, DrafterCheckpoint]:
+    """Open a target and a drafter, and check that they belong together. Raises CheckpointError and PairingError."""
+    opened = open_target(target, target_revision), open_drafter(drafter, drafter_revision)
+    check_pairing(*opened)
+    return opened
 
 
 def check_pairing(target: TargetCheckpoint, drafter: DrafterCheckpoint) -> None:

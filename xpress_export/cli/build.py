@@ -38,7 +38,7 @@ def command(
     The folder appears when it is complete. Exit code 1 means that the bundle was written and its parity check failed.
     """
     from xpress_export.build import build_bundle
-    from xpress_export.checkpoints import check_pairing, open_drafter, open_target
+    from xpress_export.checkpoints import open_pair
     from xpress_export.graph_set import graph_names
     from xpress_export.options import resolve_options
     from xpress_export.staging import refuse_existing
@@ -49,9 +49,7 @@ def command(
         # What the check will need at the end is missed now, before minutes of work.
         open_backend("ort-cpu")
     quiet_libraries()
-    target_checkpoint = open_target(target, target_revision)
-    drafter_checkpoint = open_drafter(drafter, drafter_revision)
-    check_pairing(target_checkpoint, drafter_checkpoint)
+    target_checkpoint, drafter_checkpoint = open_pair(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
     resolved = resolve_options(target_checkpoint, drafter_checkpoint, **options)
     with progress("build", len(graph_names(resolved)) + 2, quiet=as_json) as report:
         bundle = build_bundle(target_checkpoint, drafter_checkpoint, output, resolved, replace=force, report=report)

@@ -33,16 +33,14 @@ def command(
     Large tensors of all graphs lie in one weights.bin beside them.
     """
     from xpress_export.build import weight_bytes
-    from xpress_export.checkpoints import check_pairing, open_drafter, open_target
+    from xpress_export.checkpoints import open_pair
     from xpress_export.graph_set import export_graph_set, graph_names
     from xpress_export.options import resolve_options
     from xpress_export.staging import refuse_existing, staged_folder
 
     refuse_existing(output, replace=force)
     quiet_libraries()
-    target_checkpoint = open_target(target, target_revision)
-    drafter_checkpoint = open_drafter(drafter, drafter_revision)
-    check_pairing(target_checkpoint, drafter_checkpoint)
+    target_checkpoint, drafter_checkpoint = open_pair(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
     resolved = resolve_options(target_checkpoint, drafter_checkpoint, **options)
     needed = weight_bytes(target_checkpoint, drafter_checkpoint)
     with (

@@ -37,11 +37,9 @@ def find_demo_bundle(folder: Path) -> Bundle | None:
 
 def open_demo_checkpoints(target: Path) -> tuple[TargetCheckpoint, DrafterCheckpoint]:
     """A downloaded target and the packaged drafter."""
-    from xpress_export.checkpoints import check_pairing, open_drafter, open_target
+    from xpress_export.checkpoints import open_pair
 
-    checkpoints = open_target(str(target)), open_drafter(str(demo_drafter()))
-    check_pairing(*checkpoints)
-    return checkpoints
+    return open_pair(str(target), str(demo_drafter()))
 
 
 def build_demo_bundle(target: TargetCheckpoint, drafter: DrafterCheckpoint, folder: Path, report: Callable[[str], None]) -> Bundle:

@@ -38,7 +38,7 @@ def export_graph(spec: GraphSpec, folder: Path, weights: WeightStore, metadata: 
     _check_signature(model, spec)
     _strip_trace(model)
     model.graph.name = spec.name
-    model.metadata_props.update({**metadata, **spec.metadata, "xpress.graph": spec.name})
+    model.metadata_props.update({**metadata, "xpress.graph": spec.name})
     weights.externalize(model)
     path = folder / f"{spec.name}.onnx"
     ir.save(model, path)

@@ -6,7 +6,7 @@ A dim is a number (fixed at build time) or one of the letters of :data:`DYNAMIC_
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -39,7 +39,6 @@ class GraphSpec:
     module: nn.Module
     inputs: tuple[TensorSpec | tuple[TensorSpec, ...], ...]
     outputs: tuple[TensorSpec, ...]
-    metadata: Mapping[str, str] = field(default_factory=dict)
 
     def flat_inputs(self) -> Iterator[TensorSpec]:
         for entry in self.inputs:
