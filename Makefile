@@ -1,9 +1,11 @@
 # Everything runs in one virtual environment that this file makes. `make help` lists the targets.
 PYTHON ?= python3
 VENV ?= .venv
+GPU_REPORT ?= gpu-report
+GPU_EXTRAS ?= cpu,rtx
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check clean
+.PHONY: help demo test test-all check gpu-check clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 14
@@ -22,6 +24,10 @@ check: $(VENV)/.installed-dev  ## linter, formatting, types
 	$(VENV)/bin/python -m ruff format --check .
 	$(VENV)/bin/python -m mypy
 
+# GPU_EXTRAS=gpu checks TensorRT and ONNX Runtime's CUDA provider; not in one environment with cpu, so give it a VENV of its own.
+gpu-check: $(VENV)/.installed-gpu  ## on a machine with a GPU: check engines, tokens, times and memory; the report is in GPU_REPORT
+	$(VENV)/bin/python benchmarks/gpu_check.py --output $(GPU_REPORT)
+
 clean:  ## back to a fresh clone; the demo's download cache outside the checkout stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find xpress_export engines runtime tests -type d -name __pycache__ -prune -exec rm -rf {} +
@@ -33,5 +39,10 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[cpu,export,dev]'
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[cpu,export,rtx,dev]'
+	touch $@
+
+$(VENV)/.installed-gpu: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[export,$(GPU_EXTRAS)]'
 	touch $@

@@ -279,10 +279,11 @@ def _verify_ratio(session: Session, repeats: int = 60) -> float:
     prompt = np.arange(100, 228)
     plan.start(0, plan.prefill(0, prompt, with_drafter=False), int(prompt[-1]), len(prompt))
     times: dict[str, list[float]] = {"block": [], "token": []}
+    current = plan.begin_round(plan.block_size)
     for _ in range(repeats):
         for kind, step in (("block", plan.verify), ("token", plan.decode_one)):
             started = time.perf_counter()
-            step()
+            step(current)
             times[kind].append(time.perf_counter() - started)
     return statistics.median(times["block"]) / statistics.median(times["token"])
 

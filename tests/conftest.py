@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from xpress_export.build import build_bundle
 from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint, open_pair
 from xpress_export.options import resolve_options
 from xpress_runtime.bundle import Bundle
+from xpress_runtime.sets import Precision
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,11 +36,12 @@ class Built:
     drafter: DrafterCheckpoint
 
 
-def build(target: Path, drafter: Path, output: Path, **options: Any) -> Built:
+def build(target: Path, drafter: Path, output: Path, *, precisions: Sequence[Precision] = (Precision.FP32,), **options: Any) -> Built:
     """Build a bundle as the command does, without parity."""
     target_checkpoint, drafter_checkpoint = open_pair(str(target), str(drafter))
     resolved = resolve_options(target_checkpoint, drafter_checkpoint, **options)
-    return Built(build_bundle(target_checkpoint, drafter_checkpoint, output, resolved), target_checkpoint, drafter_checkpoint)
+    bundle = build_bundle(target_checkpoint, drafter_checkpoint, output, resolved, precisions=precisions)
+    return Built(bundle, target_checkpoint, drafter_checkpoint)
 
 
 @pytest.fixture(scope="session")

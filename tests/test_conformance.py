@@ -63,15 +63,18 @@ def test_every_round(conformance: tuple[str, Built]) -> None:
             continue
         loop.start(0, prompt["prompt"], stats)
         for round_index, expected in enumerate(prompt["rounds"]):
-            assert int(plan.position.read()[0]) == expected["start"]
-            assert int(plan.anchor.read()[0]) == expected["anchor"]
-            assert int(plan.predecessor.read()[0]) == expected["predecessor"]
+            assert int(plan.buffers.position.read()[0]) == expected["start"]
+            assert int(plan.buffers.anchor.read()[0]) == expected["anchor"]
+            assert int(plan.buffers.predecessor.read()[0]) == expected["predecessor"]
+            current = plan.begin_round(plan.block_size)
             plan.draft()
             for passes, drafts in enumerate(expected["passes"]):
                 plan.refine(passes)
                 assert plan.drafts()[1][0].tolist() == drafts, f"round {round_index}, pass {passes}"
-            plan.verify()
-            committed = plan.commit(plan.block_size)
+            plan.verify(current)
+            plan.commit()
+            current.result.report.send()
+            committed = plan.collect(current)
             assert int(committed.accepted[0]) == expected["accepted"]
             found = plan.last_round()
             for ours, theirs in (

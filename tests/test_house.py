@@ -28,7 +28,7 @@ MAX_MODULE_LINES = 400
 EXPORT_ONLY = {"onnx", "onnx_ir", "onnxscript", "safetensors", "torch", "transformers"}
 # Modules of the runtime that cannot be imported with the packages of its own extras alone, each with the reason.
 NOT_IMPORTED: dict[str, str] = {}
-COMMANDS = ["build", "export", "parity", "generate", "chat", "inspect", "doctor", "demo"]
+COMMANDS = ["build", "export", "engine", "parity", "generate", "chat", "inspect", "doctor", "demo"]
 
 
 def _module_name(path: Path) -> str:
@@ -100,6 +100,7 @@ def test_wheel_installs_only_the_three_packages(wheel: zipfile.ZipFile) -> None:
 def test_wheel_holds_every_module_and_the_demo(wheel: zipfile.ZipFile) -> None:
     expected = {f"{name}/{path.relative_to(folder).as_posix()}" for name, folder in PACKAGES.items() for path in folder.rglob("*.py")}
     expected |= {f"{name}/py.typed" for name in PACKAGES}
+    expected |= {f"xpress_engines/presets/{name}.toml" for name in ("edge", "server")}
     drafter = ("README.md", "LICENSE", "config.json", "eval.json", "model.safetensors")
     expected |= {"xpress_export/demo/prompts.jsonl", *(f"xpress_export/demo/drafter/{file}" for file in drafter)}
     assert expected <= set(wheel.namelist())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
@@ -19,12 +19,17 @@ from xpress_export.options import BuildOptions
 from xpress_export.staging import staged_folder
 from xpress_runtime.bundle import TOKENIZER_FOLDER, Bundle, file_sha256, write_manifest
 from xpress_runtime.manifest import CacheShape, DrafterRecord, FileRecord, GraphRecord, GraphSet, Manifest, Origin, TargetRecord
-from xpress_runtime.sets import AttentionForm
+from xpress_runtime.sets import AttentionForm, Precision, set_name
 from xpress_runtime.version import VERSION
 
 Report = Callable[[str], None]
 
-PRECISION = "fp32"
+# fp32 graphs are for ONNX Runtime's CPU kernels, half-precision ones for GPUs: each form is the only one that runs right there.
+ATTENTION_FORMS = {
+    Precision.FP32: AttentionForm.LENGTH,
+    Precision.FP16: AttentionForm.MASK,
+    Precision.BF16: AttentionForm.MASK,
+}
 _BUILT_WITH = ("torch", "onnx", "onnxscript", "onnxruntime", "transformers")
 
 
@@ -34,48 +39,61 @@ def build_bundle(
     output: Path,
     options: BuildOptions,
     *,
+    precisions: Sequence[Precision] = (Precision.FP32,),
     replace: bool = False,
+    complete: Callable[[Path, Manifest], None] = lambda _folder, _manifest: None,
     report: Report = lambda _: None,
 ) -> Bundle:
-    """Write a bundle to ``output``; it appears there complete or not at all. ``report`` hears each step's name as it begins.
+    """Write a bundle with one graph set for each precision to ``output``; it appears there complete or not at all.
 
-    ``target`` and ``drafter`` must have passed :func:`xpress_export.checkpoints.check_pairing`. Raises OutputError and CheckpointError.
+    ``complete`` may add to the staged folder, whose manifest is written by then. ``report`` hears each step's name as it begins. ``target``
+    and ``drafter`` must have passed :func:`xpress_export.checkpoints.check_pairing`. Raises OutputError and CheckpointError.
     """
-    form = AttentionForm.LENGTH
-    graph_set = GraphSet(PRECISION, form.value, {})
-    with staged_folder(output, needed_bytes=weight_bytes(target, drafter), replace=replace) as staging:
+    needed = sum(weight_bytes(target, drafter, precision) for precision in precisions)
+    with staged_folder(output, needed_bytes=needed, replace=replace) as staging:
         report("tokenizer")
         tokenizer = write_tokenizer(target.location.path, staging / TOKENIZER_FOLDER)
-        graphs_folder = staging / "graphs" / graph_set.name
-        graphs_folder.mkdir(parents=True)
-        exported = export_graph_set(target, drafter, options, graphs_folder, attention_form=form, report=report)
+        graph_sets = tuple(_graph_set(target, drafter, options, precision, staging, report) for precision in precisions)
         report("manifest")
-        graphs = {name: _graph_record(graph, staging) for name, graph in exported.items()}
         manifest = Manifest(
-            target=_target_record(target),
-            drafter=_drafter_record(drafter),
+            target=target_record(target),
+            drafter=drafter_record(drafter),
             num_passes=options.num_passes,
             shortlist=options.shortlist,
             capacity=options.capacity,
             cache_rows=options.cache_rows,
             prefill_chunk=options.prefill_chunk,
             batch=options.batch,
-            graph_sets=(GraphSet(PRECISION, form.value, graphs),),
+            graph_sets=graph_sets,
             has_tokenizer=tokenizer is not None,
             files=_file_records(staging),
             built_with={"xpress-export": VERSION, **{name: importlib.metadata.version(name) for name in _installed()}},
         )
         write_manifest(staging, manifest)
+        complete(staging, manifest)
     return Bundle(output, manifest)
 
 
-def weight_bytes(target: TargetCheckpoint, drafter: DrafterCheckpoint) -> int:
-    """Bytes of all weights in fp32; tied tables count once."""
+def weight_bytes(target: TargetCheckpoint, drafter: DrafterCheckpoint, precision: Precision = Precision.FP32) -> int:
+    """Bytes of all weights in a precision; tied tables count once, and the little that stays fp32 in half sets counts as half."""
     elements = sum(math.prod(shape) for checkpoint in (target, drafter) for shape in checkpoint.tensors.shapes.values())
-    return 4 * elements
+    return precision.element_bytes * elements
 
 
-def _target_record(target: TargetCheckpoint) -> TargetRecord:
+def _graph_set(
+    target: TargetCheckpoint, drafter: DrafterCheckpoint, options: BuildOptions, precision: Precision, staging: Path, report: Report
+) -> GraphSet:
+    form = ATTENTION_FORMS[precision]
+    name = set_name(precision, form)
+    folder = staging / "graphs" / name
+    folder.mkdir(parents=True)
+    exported = export_graph_set(
+        target, drafter, options, folder, precision=precision, attention_form=form, report=lambda graph: report(f"{name} {graph}")
+    )
+    return GraphSet(precision.value, form.value, {graph: _graph_record(made, staging) for graph, made in exported.items()})
+
+
+def target_record(target: TargetCheckpoint) -> TargetRecord:
     config = target.config
     return TargetRecord(
         origin=_origin(target),
@@ -88,7 +106,7 @@ def _target_record(target: TargetCheckpoint) -> TargetRecord:
     )
 
 
-def _drafter_record(drafter: DrafterCheckpoint) -> DrafterRecord:
+def drafter_record(drafter: DrafterCheckpoint) -> DrafterRecord:
     config = drafter.config
     return DrafterRecord(
         origin=_origin(drafter),

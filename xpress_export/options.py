@@ -32,7 +32,7 @@ def resolve_options(
     num_passes: Sequence[int] | None = None,
     shortlist: int | None = None,
     capacity: int | None = None,
-    batch: int = 1,
+    batch: int | None = None,
     prefill_chunk: int | None = None,
 ) -> BuildOptions:
     """Fill in what was not given from the checkpoints and refuse what they cannot do (OptionError)."""
@@ -41,6 +41,7 @@ def resolve_options(
         capacity = min(DEFAULT_CAPACITY, max_positions)
     if not 2 <= capacity <= max_positions:
         raise OptionError(f"--capacity is {capacity}, expected 2 to {max_positions}, the positions of {target.location.source}")
+    batch = 1 if batch is None else batch
     if not 1 <= batch <= MAX_BATCH:
         raise OptionError(f"--batch is {batch}, expected 1 to {MAX_BATCH}")
     if shortlist is None:
@@ -56,9 +57,17 @@ def resolve_options(
         capacity=capacity,
         batch=batch,
         prefill_chunk=chunk,
-        # From a position below the capacity a prefill chunk or two rounds may be written, and the drafter's block behind them.
-        cache_rows=capacity + max(chunk, 2 * block_size) + block_size,
+        cache_rows=cache_rows(capacity, chunk, block_size),
     )
+
+
+def cache_rows(capacity: int, prefill_chunk: int, block_size: int) -> int:
+    """Rows of every cache: the capacity and the longest overhang.
+
+    From a position below the capacity a prefill chunk or two rounds may be written, and the drafter's block behind them. A multiple of 16,
+    so that the caches of every sequence of a batch begin at an address that TensorRT takes.
+    """
+    return -(-(capacity + max(prefill_chunk, 2 * block_size) + block_size) // 16) * 16
 
 
 def _passes(drafter: DrafterCheckpoint, wanted: Sequence[int] | None) -> tuple[int, ...]:

@@ -19,62 +19,63 @@ from xpress_runtime.manifest import MANIFEST_FILE
 _WRITTEN = re.compile(
     r"bundle\.json|\.bundle\.json\.partial|tokenizer/(tokenizer\.json|settings\.json|chat_template\.jinja)"
     r"|(graphs/[^/]+/)?(weights\.bin|(accept|drafter|embed|head|target|refiner-k\d+)\.onnx)"
+    r"|(engines/[^/]+/)?(engines\.json|(accept|drafter|embed|head|target|refiner-k\d+)\.engine)"
 )
+_ANOTHER = "give another --output"
 
 
-def refuse_existing(output: Path, *, replace: bool) -> None:
+def refuse_existing(output: Path, *, replace: bool, advice: str = _ANOTHER) -> None:
     """OutputError when ``output`` cannot become a folder; a caller asks early, before minutes of work.
 
-    ``replace`` allows it to be an empty folder, a bundle or exported graphs already: a folder with anything else in it is never removed.
+    ``replace`` allows it to be an empty folder, a bundle, exported graphs or engines already: a folder with anything else in it is never
+    removed. ``advice`` is what an error tells the user to do.
     """
-    with _disk_errors(output):
+    with _disk_errors(output, advice):
         if output.name in ("", ".."):
             raise OutputError(f"'{output}' names no new folder; give --output a name of its own")
         if output.is_symlink():
-            raise OutputError(f"{output} is a link; give another --output")
-        _nearest_folder(output)
+            raise OutputError(f"{output} is a link; {advice}")
+        _nearest_folder(output, advice)
         if not output.exists():
             return
         if not output.is_dir():
-            raise OutputError(f"{output} is a file; give another --output")
+            raise OutputError(f"{output} is a file; {advice}")
         foreign = _foreign_file(output)
         if not replace:
             hint = ", or --force to replace it" if foreign is None else ""
-            raise OutputError(f"{output} exists already; give another --output{hint}")
+            raise OutputError(f"{output} exists already; {advice}{hint}")
         if foreign is not None:
             raise OutputError(
-                f"{output} holds {foreign}, which is not part of a bundle or of exported graphs, so it is not replaced; "
-                "give another --output"
+                f"{output} holds {foreign}, which is not part of a bundle or of exported graphs, so it is not replaced; {advice}"
             )
 
 
 @contextmanager
-def staged_folder(output: Path, *, needed_bytes: int, replace: bool) -> Iterator[Path]:
+def staged_folder(output: Path, *, needed_bytes: int, replace: bool, advice: str = _ANOTHER) -> Iterator[Path]:
     """A fresh folder beside ``output``, renamed to it when the block ends without an exception and removed otherwise, Ctrl-C included.
 
     ``needed_bytes`` is compared with the free space first. An existing ``output`` is refused, or with ``replace`` exchanged at the end
     (see :func:`refuse_existing`). Raises OutputError.
     """
-    refuse_existing(output, replace=replace)
+    refuse_existing(output, replace=replace, advice=advice)
     parent = output.absolute().parent
-    with _disk_errors(output):
-        free = shutil.disk_usage(_nearest_folder(output)).free
+    with _disk_errors(output, advice):
+        free = shutil.disk_usage(_nearest_folder(output, advice)).free
     if free < needed_bytes:
         raise OutputError(
-            f"{output} needs about {needed_bytes / 1e6:.0f} MB and its disk has {free / 1e6:.0f} MB free; "
-            "make room or give another --output"
+            f"{output} needs about {needed_bytes / 1e6:.0f} MB and its disk has {free / 1e6:.0f} MB free; make room or {advice}"
         )
     made = [folder for folder in (parent, *parent.parents) if not folder.exists()]
     staging = None
     try:
-        with _disk_errors(output):
+        with _disk_errors(output, advice):
             parent.mkdir(parents=True, exist_ok=True)
             staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=parent))
             # mkdtemp makes folders that only their owner may read.
             staging.chmod(0o777 & ~_umask())
             yield staging
             # Once more: something may have been put there in the meantime.
-            refuse_existing(output, replace=replace)
+            refuse_existing(output, replace=replace, advice=advice)
             _exchange(staging, output)
     finally:
         try:
@@ -87,11 +88,11 @@ def staged_folder(output: Path, *, needed_bytes: int, replace: bool) -> Iterator
                     folder.rmdir()
 
 
-def _nearest_folder(output: Path) -> Path:
+def _nearest_folder(output: Path, advice: str) -> Path:
     """The folder nearest to ``output`` that exists; OutputError where something else is in its place."""
     nearest = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
     if not nearest.is_dir():
-        raise OutputError(f"{output} cannot be written: {nearest} is not a folder; give another --output")
+        raise OutputError(f"{output} cannot be written: {nearest} is not a folder; {advice}")
     return nearest
 
 
@@ -134,14 +135,14 @@ def _exchange(staging: Path, output: Path) -> None:
 
 
 @contextmanager
-def _disk_errors(output: Path) -> Iterator[None]:
+def _disk_errors(output: Path, advice: str) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
         if problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise OutputError(f"the disk of {output} filled up; nothing was left behind: make room or give another --output") from None
+            raise OutputError(f"the disk of {output} filled up; nothing was left behind: make room or {advice}") from None
         if problem.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG):
-            raise OutputError(f"{output} cannot be written: {problem.strerror}; give another --output") from None
+            raise OutputError(f"{output} cannot be written: {problem.strerror}; {advice}") from None
         raise
 
 

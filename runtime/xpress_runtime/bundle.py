@@ -18,6 +18,7 @@ from xpress_runtime.fields import Fields
 from xpress_runtime.manifest import MANIFEST_FILE, FileRecord, Manifest, read_manifest
 
 TOKENIZER_FOLDER = "tokenizer"
+_AGAIN = "build or copy the bundle again"
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Bundle:
             raise BundleError(f"{path} holds no {MANIFEST_FILE}, so it is not a bundle; make one with: xpress-export build")
         bundle = cls(path, read_manifest(Fields.from_file(path / MANIFEST_FILE, BundleError)))
         for name, record in bundle.manifest.files.items():
-            bundle._check_file(name, record, verify)
+            check_file(path, name, record, verify=verify, again=_AGAIN)
         if bundle.manifest.has_tokenizer and not any(name.startswith(f"{TOKENIZER_FOLDER}/") for name in bundle.manifest.files):
             raise BundleError(f"{path / MANIFEST_FILE}: has_tokenizer is true, but 'files' lists nothing in {TOKENIZER_FOLDER}/")
         return bundle
@@ -59,7 +60,7 @@ class Bundle:
         if graph not in graphs:
             raise BundleError(f"the bundle's set {set_name} holds no graph {graph} (it holds: {', '.join(graphs)})")
         file = graphs[graph].file
-        self._check_file(file, self.manifest.files[file], verify=True)
+        check_file(self.folder, file, self.manifest.files[file], verify=True, again=_AGAIN)
         return self.folder / file
 
     def write_manifest(self, manifest: Manifest) -> Bundle:
@@ -74,36 +75,40 @@ class Bundle:
             raise OutputError(f"{self.folder / MANIFEST_FILE} cannot be replaced: {problem.strerror}; it stays as it was") from None
         return Bundle(self.folder, manifest)
 
-    def _check_file(self, name: str, record: FileRecord, verify: bool) -> None:
-        path = self.folder / name
-        if not self._is_inside(name):
-            raise BundleError(f"{self.folder}: the manifest lists {name!r}, which leaves the bundle folder; do not use this bundle")
-        again = "build or copy the bundle again"
-        try:
-            status = path.stat()
-        except OSError:
-            raise BundleError(f"{self.folder}: {name} is missing; {again}") from None
-        if not stat.S_ISREG(status.st_mode):
-            raise BundleError(f"{self.folder}: {name!r} is not a file; {again}")
-        if status.st_size != record.bytes:
-            raise BundleError(f"{self.folder}: {name} has {status.st_size} bytes, the manifest says {record.bytes}; {again}")
-        try:
-            changed = verify and file_sha256(path) != record.sha256
-        except OSError as problem:
-            raise BundleError(f"{self.folder}: {name} cannot be read: {problem.strerror}") from None
-        if changed:
-            raise BundleError(f"{self.folder}: the content of {name} is not what was built (sha256 differs); {again}")
 
-    def _is_inside(self, name: str) -> bool:
-        pure = PurePosixPath(name)
-        if pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name:
-            return False
-        try:
-            # A link could lead out of the folder as well as a path can.
-            return (self.folder / name).resolve().is_relative_to(self.folder.resolve())
-        except (OSError, RuntimeError):
-            # Python's answer to a link that leads to itself.
-            return False
+def check_file(folder: Path, name: str, record: FileRecord, *, verify: bool, again: str) -> None:
+    """BundleError unless ``name`` is a file inside ``folder`` with the recorded size and, with ``verify``, the recorded content; ``again``
+    says how to come by a good one.
+    """
+    path = folder / name
+    if not _is_inside(folder, name):
+        raise BundleError(f"{folder}: the manifest lists {name!r}, which leaves the bundle folder; do not use this bundle")
+    try:
+        status = path.stat()
+    except OSError:
+        raise BundleError(f"{folder}: {name} is missing; {again}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise BundleError(f"{folder}: {name!r} is not a file; {again}")
+    if status.st_size != record.bytes:
+        raise BundleError(f"{folder}: {name} has {status.st_size} bytes, the manifest says {record.bytes}; {again}")
+    try:
+        changed = verify and file_sha256(path) != record.sha256
+    except OSError as problem:
+        raise BundleError(f"{folder}: {name} cannot be read: {problem.strerror}") from None
+    if changed:
+        raise BundleError(f"{folder}: the content of {name} is not what was built (sha256 differs); {again}")
+
+
+def _is_inside(folder: Path, name: str) -> bool:
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name:
+        return False
+    try:
+        # A link could lead out of the folder as well as a path can.
+        return (folder / name).resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):
+        # Python's answer to a link that leads to itself.
+        return False
 
 
 def file_sha256(path: Path) -> str:

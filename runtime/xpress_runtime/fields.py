@@ -94,6 +94,20 @@ class Fields:
                 raise self._wrong(name, value, f"a list of integers from {minimum} to {maximum}")
         return tuple(value)
 
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of strings; may be empty."""
+        value = self.required(name)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(name, value, "a list of strings")
+        return tuple(value)
+
+    def objects(self, name: str) -> list[Fields]:
+        """A list of objects; may be empty."""
+        value = self.required(name)
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise self._wrong(name, value, "a list of objects")
+        return [Fields(item, f"{self.origin}: {name}[{index}]", self.error) for index, item in enumerate(value)]
+
     def nested(self, name: str) -> Fields:
         """An object inside this one."""
         value = self.required(name)
@@ -102,6 +116,7 @@ class Fields:
         return Fields(value, f"{self.origin}: {name}", self.error)
 
     def _wrong(self, name: str, value: Any, expected: str) -> UserError:
-        shown = json.dumps(value)
+        # Not all that TOML has is JSON too.
+        shown = json.dumps(value, default=str)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         return self.error(f"{self.origin}: field '{name}' is {shown}, expected {expected}")

@@ -11,12 +11,11 @@ from typing import Any
 
 from xpress_runtime.errors import BundleError
 from xpress_runtime.fields import Fields
-from xpress_runtime.sets import AttentionForm
+from xpress_runtime.sets import AttentionForm, Precision, set_name
 from xpress_runtime.version import BUNDLE_FORMAT
 
 MANIFEST_FILE = "bundle.json"
 
-_PRECISIONS = ("fp32", "fp16")
 _GRAPHS = ("embed", "target", "head", "drafter", "accept")
 
 
@@ -92,7 +91,7 @@ class GraphSet:
 
     @property
     def name(self) -> str:
-        return f"{self.precision}-{self.attention_form}"
+        return set_name(Precision(self.precision), AttentionForm(self.attention_form))
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,8 @@ class Manifest:
     """All of ``bundle.json``.
 
     ``num_passes`` lists the built numbers of Jacobi passes, the default first; ``capacity`` is in tokens (prompt and output together), and
-    ``cache_rows`` is larger by the longest overhang of a chunk or block. ``parity`` is what the last parity run found, or None.
+    ``cache_rows`` is larger by the longest overhang of a chunk or block. ``parity`` is what the last parity run of each graph set found,
+    or None.
     """
 
     target: TargetRecord
@@ -123,14 +123,15 @@ class Manifest:
     has_tokenizer: bool
     files: Mapping[str, FileRecord]
     built_with: Mapping[str, str]
-    parity: Mapping[str, Any] | None = field(default=None)
+    parity: Mapping[str, Mapping[str, Any]] | None = field(default=None)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object, the format version first."""
         return {"format_version": BUNDLE_FORMAT, **asdict(self)}
 
-    def with_parity(self, parity: Mapping[str, Any]) -> Manifest:
-        return replace(self, parity=parity)
+    def with_parity(self, parity: Mapping[str, Mapping[str, Any]]) -> Manifest:
+        """With the results of these sets, those of others kept."""
+        return replace(self, parity={**(self.parity or {}), **parity})
 
     def graph_set(self, name: str) -> GraphSet:
         """The set of that name; BundleError lists what there is."""
@@ -159,7 +160,7 @@ def read_manifest(fields: Fields) -> Manifest:
         cache_rows=fields.integer("cache_rows", 1),
         prefill_chunk=fields.integer("prefill_chunk", 1),
         batch=fields.integer("batch", 1),
-        graph_sets=tuple(_graph_set(entry) for entry in _objects(fields, "graph_sets")),
+        graph_sets=tuple(_graph_set(entry) for entry in fields.objects("graph_sets")),
         has_tokenizer=fields.boolean("has_tokenizer"),
         files={name: _file(entry) for name, entry in _entries(fields.nested("files"))},
         built_with=_texts(fields.nested("built_with")),
@@ -232,15 +233,16 @@ def _graph_set(fields: Fields) -> GraphSet:
     graphs = {
         name: GraphRecord(entry.text("file"), _counts(entry.nested("operators"))) for name, entry in _entries(fields.nested("graphs"))
     }
-    attention_forms = [form.value for form in AttentionForm]
-    return GraphSet(_choice(fields, "precision", _PRECISIONS), _choice(fields, "attention_form", attention_forms), graphs)
+    precision = _choice(fields, "precision", [precision.value for precision in Precision])
+    return GraphSet(precision, _choice(fields, "attention_form", [form.value for form in AttentionForm]), graphs)
 
 
-def _parity(fields: Fields) -> Mapping[str, Any]:
+def _parity(fields: Fields) -> Mapping[str, Mapping[str, Any]]:
     """As it is, but for what is shown of it."""
-    fields.boolean("passed")
-    fields.nested("graphs")
-    fields.nested("generation").integer("tokens")
+    for _, result in _entries(fields):
+        result.boolean("passed")
+        result.nested("graphs")
+        result.nested("generation").integer("tokens")
     return fields.values
 
 
@@ -265,10 +267,3 @@ def _texts(fields: Fields) -> dict[str, str]:
 
 def _entries(fields: Fields) -> list[tuple[str, Fields]]:
     return [(name, fields.nested(name)) for name in fields]
-
-
-def _objects(fields: Fields, name: str) -> list[Fields]:
-    values = fields.required(name)
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise BundleError(f"{fields.origin}: field '{name}' must be a list of objects")
-    return [Fields(value, f"{fields.origin}: {name}[{index}]", fields.error) for index, value in enumerate(values)]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xpress_runtime.manifest import GraphSet, Manifest
+from xpress_runtime.sets import Precision
 
-_ELEMENT_BYTES = {"fp32": 4, "fp16": 2}
 # Base logits, refined logits and verify logits: fp32 in every precision.
 _LOGIT_BYTES = 4
 
@@ -31,7 +31,7 @@ class MemoryNeed:
 
 def memory_need(manifest: Manifest, graph_set: GraphSet, *, capacity: int | None = None, batch: int = 1) -> MemoryNeed:
     """What ``graph_set`` needs for ``batch`` rows of ``capacity`` tokens (default: the bundle's own)."""
-    element = _ELEMENT_BYTES[graph_set.precision]
+    element = Precision(graph_set.precision).element_bytes
     overhang = manifest.cache_rows - manifest.capacity
     cache_rows = (manifest.capacity if capacity is None else capacity) + overhang
     target, drafter = manifest.target, manifest.drafter

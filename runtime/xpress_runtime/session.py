@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, SupportsIndex
 
@@ -40,7 +41,7 @@ class WarningThresholds:
 
 
 class Session:
-    """A bundle on a backend. Use :meth:`open`; a context manager."""
+    """A bundle on a backend, which it closes with itself. Use :meth:`open`; a context manager."""
 
     def __init__(self, bundle: Bundle, backend: Backend, thresholds: WarningThresholds | None = None) -> None:
         self.bundle = bundle
@@ -48,7 +49,11 @@ class Session:
         self.thresholds = thresholds or WarningThresholds()
         folder = bundle.tokenizer_folder
         self.tokenizer = TextTokenizer.open(folder) if folder is not None else None
-        self._plan: Plan | None = Plan(bundle, backend)
+        try:
+            self._plan: Plan | None = Plan(bundle, backend)
+        except BaseException:
+            backend.close()
+            raise
         # Counts generations: a stream that is no longer the latest one has lost its caches.
         self._generation = 0
         # One thread at a time works on the plan; generations of several threads wait for each other.
@@ -63,15 +68,18 @@ class Session:
         threads: int | None = None,
         verify: bool = True,
         thresholds: WarningThresholds | None = None,
+        runtime_cache: str | os.PathLike[str] | None = None,
     ) -> Self:
         """Open a bundle folder on a backend.
 
-        ``threads``: threads of one operator, None for all usable cores. ``verify``: hash every file first. Raises BundleError, OptionError
-        and EnvironmentProblem.
+        ``threads``: threads of one operator on the CPU, None for all usable cores. ``verify``: hash every file first. ``runtime_cache``: a
+        folder where a backend that compiles kernels at run time keeps them. Raises BundleError, OptionError and EnvironmentProblem.
         """
         if threads is not None and threads < 1:
             raise OptionError(f"threads is {threads}, expected at least 1")
-        return cls(Bundle.open(bundle, verify=verify), open_backend(backend, threads=threads), thresholds)
+        opened = Bundle.open(bundle, verify=verify)
+        cache = Path(runtime_cache) if runtime_cache is not None else None
+        return cls(opened, open_backend(backend, threads=threads, bundle=opened, runtime_cache=cache), thresholds)
 
     def __enter__(self) -> Self:
         return self
@@ -83,6 +91,7 @@ class Session:
         """Give the memory back; the session cannot be used afterwards."""
         with self._lock:
             self._plan = None
+            self.backend.close()
 
     def generate(self, prompt: Prompt, config: GenerationConfig | None = None) -> GenerationResult:
         """Generate to the end. ``prompt``: text, chat messages ({"role", "content"} each), or token ids.

@@ -6,9 +6,6 @@ Counts refer to tokens that were kept. The first token comes from the prompt's p
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -92,15 +89,6 @@ class GenerationStats:
     def tokens_per_second(self) -> float | None:
         per_token = self.ms_per_token
         return 1e3 / per_token if per_token else None
-
-    @contextmanager
-    def stage(self, stage: Stage) -> Iterator[None]:
-        """Count the time of the block under ``stage``."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.stage_seconds[stage] += time.perf_counter() - started
 
     def to_json(self) -> dict[str, Any]:
         """All figures, times in milliseconds."""

@@ -5,3 +5,5 @@ from __future__ import annotations
 VERSION = "0.1.0"
 # Raised when a bundle of this format can no longer be read by an older runtime.
 BUNDLE_FORMAT = 1
+# The same for the engines of a kind, which are built and replaced on their own.
+ENGINES_FORMAT = 1

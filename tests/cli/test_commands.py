@@ -21,6 +21,7 @@ from xpress_runtime.backends.registry import BackendStatus
 from xpress_runtime.version import BUNDLE_FORMAT, VERSION
 
 ROUND = "drafts before refinement"
+GRAPHS = ["accept", "refiner-k1", "refiner-k0", "embed", "head", "drafter", "target"]
 
 
 def manifest_of(bundle: Path) -> dict[str, Any]:
@@ -39,16 +40,17 @@ def spoken_copy(spoken: Spoken, tmp_path: Path) -> Path:
 def test_build_checks_parity_by_default(spoken: Spoken) -> None:
     result = spoken.result.assert_done()
     assert result.out.splitlines()[-1] == f"bundle: {spoken.bundle}"
-    steps = [line.split()[1] for line in result.err.splitlines() if line.startswith("build: ")]
-    assert steps == ["tokenizer", "accept", "refiner-k1", "refiner-k0", "embed", "head", "drafter", "target", "manifest"]
+    steps = [line.partition(" (")[0].split()[-1] for line in result.err.splitlines() if line.startswith("build: ")]
+    assert steps == ["tokenizer", *GRAPHS, "manifest"]
     manifest = manifest_of(spoken.bundle)
     assert manifest["format_version"] == BUNDLE_FORMAT
     assert manifest["num_passes"] == [1, 0]
     assert manifest["has_tokenizer"]
-    assert manifest["parity"]["passed"]
-    assert set(manifest["parity"]["graphs"]) == {"embed", "target", "head", "drafter", "refiner-k1", "refiner-k0", "accept"}
-    assert all(graph["passed"] for graph in manifest["parity"]["graphs"].values())
-    for graph in manifest["parity"]["graphs"]:
+    parity = manifest["parity"]["fp32-length"]
+    assert parity["passed"]
+    assert set(parity["graphs"]) == {"embed", "target", "head", "drafter", "refiner-k1", "refiner-k0", "accept"}
+    assert all(graph["passed"] for graph in parity["graphs"].values())
+    for graph in parity["graphs"]:
         assert graph in result.out
     # Nothing beside the bundle and what it was built from.
     assert sorted(path.name for path in spoken.bundle.parent.iterdir()) == ["bundle", "drafter", "target"]
@@ -73,8 +75,18 @@ def test_export_json(folders: tuple[Path, Path], tmp_path: Path) -> None:
     shown = json.loads(result.assert_done().out)
     assert result.err == ""
     assert shown["folder"] == str(output)
-    assert set(shown["graphs"]) == {"accept", "refiner-k1", "refiner-k0", "embed", "head", "drafter", "target"}
+    assert list(shown["graphs"]) == GRAPHS
     assert sorted(path.name for path in output.iterdir()) == sorted([*(f"{name}.onnx" for name in shown["graphs"]), "weights.bin"])
+
+
+def test_export_in_half_precision(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    output = tmp_path / "graphs"
+    sizes = ("--num-passes", "1", "--capacity", "40", "--precision", "fp16")
+    invoke("export", "--target", folders[0], "--drafter", folders[1], "--output", output, *sizes).assert_done()
+    model = onnx.load(output / "target.onnx", load_external_data=False)
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    assert (metadata["xpress.precision"], metadata["xpress.attention_form"]) == ("fp16", "mask")
+    assert {value.type.tensor_type.elem_type for value in model.graph.output} == {onnx.TensorProto.FLOAT16}
 
 
 @pytest.mark.usefixtures("quick_export")
@@ -131,8 +143,34 @@ def test_parity_writes_its_result(spoken_copy: Path) -> None:
     (spoken_copy / "bundle.json").write_text(json.dumps(manifest | {"parity": None}), encoding="utf-8")
     shown = json.loads(invoke("parity", spoken_copy, "--json", "--threads", "1").assert_done().out)
     assert manifest_of(spoken_copy)["parity"] == shown
-    assert shown["passed"]
-    assert set(shown["graphs"]) == set(recorded["graphs"])
+    assert shown["fp32-length"]["passed"]
+    assert set(shown["fp32-length"]["graphs"]) == set(recorded["fp32-length"]["graphs"])
+
+
+def test_parity_on_prompts_of_ones_own(spoken_copy: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('Once upon a time\n\n{"prompt": "Explain rainbows."}\n{x} = 3\n', encoding="utf-8")
+    arguments = ("parity", spoken_copy, "--precision", "fp32", "--prompts", prompts, "--max-new-tokens", "5", "--json")
+    generation = json.loads(invoke(*arguments).assert_done().out)["fp32-length"]["generation"]
+    assert (generation["prompts"], generation["modes"]) == (3, ["plain", "K=1", "K=0"])
+    assert generation["tokens"] <= 3 * 5 * 3
+
+
+@pytest.mark.parametrize(
+    ("content", "named"), [("\n \n", "is empty"), ('{"text": "x"}\n', "line 1 has no text 'prompt'"), (None, "cannot be read")]
+)
+def test_parity_on_prompts_that_are_none(spoken_copy: Path, tmp_path: Path, content: str | None, named: str) -> None:
+    prompts = tmp_path / "prompts"
+    if content is not None:
+        prompts.write_text(content, encoding="utf-8")
+    before = listing(spoken_copy)
+    invoke("parity", spoken_copy, "--prompts", prompts).assert_refused(2, str(prompts), named)
+    assert listing(spoken_copy) == before
+
+
+def test_parity_in_a_precision_that_is_not_there(spoken_copy: Path) -> None:
+    refused = invoke("parity", spoken_copy, "--precision", "fp16")
+    refused.assert_refused(2, "no graphs in fp16", "it holds: fp32-length", "--precision fp16")
 
 
 def test_parity_names_the_graph_that_differs(spoken_copy: Path) -> None:
@@ -150,8 +188,8 @@ def test_parity_names_the_graph_that_differs(spoken_copy: Path) -> None:
 
     result = invoke("--log-level", "error", "parity", spoken_copy, "--json")
     shown = json.loads(result.out)
-    assert not shown["passed"]
-    assert [graph for graph, entry in shown["graphs"].items() if not entry["passed"]] == ["head"]
+    assert not shown["fp32-length"]["passed"]
+    assert [graph for graph, entry in shown["fp32-length"]["graphs"].items() if not entry["passed"]] == ["head"]
     Result(result.exit_code, "", result.err).assert_refused(1, "parity failed", "graph head")
     assert manifest_of(spoken_copy)["parity"] == shown
     assert "FAILED" in invoke("inspect", spoken_copy).assert_done().out
@@ -280,7 +318,15 @@ def test_chat_goes_on_after_a_question_that_is_too_long(spoken: Spoken) -> None:
 
 def test_inspect(spoken: Spoken) -> None:
     shown = invoke("inspect", spoken.bundle).assert_done().out
-    for part in (str(spoken.target), str(spoken.drafter), "passes 1, 0", "capacity 128", "tokenizer yes", "parity    passed", "memory for"):
+    for part in (
+        str(spoken.target),
+        str(spoken.drafter),
+        "passes 1, 0",
+        "capacity 128",
+        "tokenizer yes",
+        "parity    fp32-length passed",
+        "memory for",
+    ):
         assert part in shown
     for graph in ("embed", "target", "head", "drafter", "refiner-k1", "refiner-k0", "accept"):
         assert f"\n{graph} " in shown
@@ -289,6 +335,7 @@ def test_inspect(spoken: Spoken) -> None:
 def test_inspect_json(tiny: Built) -> None:
     shown = json.loads(invoke("inspect", tiny.bundle.folder, "--json").assert_done().out)
     memory = shown.pop("memory")["fp32-length"]
+    assert shown.pop("engines") == {}
     assert shown == manifest_of(tiny.bundle.folder)
     assert memory["total"] == sum(memory[part] for part in ("weights", "target_caches", "drafter_caches", "working"))
     more = invoke("inspect", tiny.bundle.folder, "--json", "--capacity", "1000", "--batch", "5", "--no-verify").assert_done().out

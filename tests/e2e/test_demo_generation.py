@@ -8,11 +8,12 @@ import torch
 from tests.e2e.conftest import Demo
 from tests.reference import ReferenceDrafter, greedy_rounds
 from xpress_export.demo.target import demo_drafter, demo_prompts
-from xpress_export.parity.compare import TOLERANCES
+from xpress_export.parity.compare import tolerance
 from xpress_export.parity.generation import GenerationComparison, compare_generation
 from xpress_export.parity.reference import TransformersReference
 from xpress_runtime.generation import GenerationConfig
 from xpress_runtime.session import Session
+from xpress_runtime.sets import Precision
 
 MAX_NEW_TOKENS = 128
 EVERY_TENTH = range(0, 50, 10)
@@ -21,7 +22,7 @@ EVERY_TENTH = range(0, 50, 10)
 def _compare(session: Session, reference: TransformersReference, indices: range) -> GenerationComparison:
     prompts = [session.encode([{"role": "user", "content": demo_prompts()[index]}]) for index in indices]
     runs = [reference.generate(prompt, MAX_NEW_TOKENS) for prompt in prompts]
-    return compare_generation(session, prompts, runs, MAX_NEW_TOKENS, TOLERANCES["fp32"])
+    return compare_generation(session, prompts, runs, MAX_NEW_TOKENS, tolerance(Precision.FP32))
 
 
 def test_every_tenth_prompt_equals_transformers(demo_session: Session, transformers_reference: TransformersReference) -> None:
@@ -81,5 +82,5 @@ def test_long_prompt_in_chunks(demo_session: Session, transformers_reference: Tr
     prompt = demo_session.encode([{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 40}])
     assert len(prompt) > 3 * demo_session.bundle.manifest.prefill_chunk
     run = transformers_reference.generate(prompt, 12)
-    comparison = compare_generation(demo_session, [prompt], [run], 12, TOLERANCES["fp32"])
+    comparison = compare_generation(demo_session, [prompt], [run], 12, tolerance(Precision.FP32))
     assert comparison.passed, comparison.divergences

@@ -194,6 +194,7 @@ def test_metadata(tiny: Built, name: str) -> None:
         "xpress.format_version": "1",
         "xpress.target": tiny.target.identity(),
         "xpress.drafter": tiny.drafter.identity(),
+        "xpress.precision": "fp32",
         "xpress.attention_form": "length",
     }
 

@@ -11,7 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from xpress_export.parity import generation
-from xpress_export.parity.generation import Divergence, GenerationComparison, compare_generation, first_difference
+from xpress_export.parity.acceptance import ModeAcceptance
+from xpress_export.parity.compare import first_difference
+from xpress_export.parity.generation import Divergence, GenerationComparison, compare_generation
 from xpress_export.parity.reference import ReferenceRun
 from xpress_export.parity.report import failures, require_passed
 from xpress_runtime.errors import CheckFailed
@@ -143,7 +145,7 @@ def test_another_length_fails(tokens: list[int], monkeypatch: pytest.MonkeyPatch
 
 
 def parity(**changes: Any) -> dict[str, Any]:
-    graph = {"passed": True, "scaled_error": 1e-7}
+    graph = {"passed": True, "scaled_error": 1e-7, "tolerance": 1e-4, "range": None}
     return {
         "passed": True,
         "tolerance": 1e-4,
@@ -154,7 +156,7 @@ def parity(**changes: Any) -> dict[str, Any]:
 
 
 def test_report_names_everything_that_failed() -> None:
-    wrong = {"passed": False, "scaled_error": 0.25, "worst_output": "embeddings"}
+    wrong = {"passed": False, "scaled_error": 0.25, "worst_output": "embeddings", "tolerance": 1e-4, "range": None}
     different = GenerationComparison(1, ["plain"], 9, [TIE, replace(TIE, margin=1.0, index=8)]).to_json()
     result = parity(passed=False, graphs={"embed": wrong, "target": {**wrong, "passed": True}}, target=wrong, generation=different)
     assert failures(result) == [
@@ -162,15 +164,32 @@ def test_report_names_everything_that_failed() -> None:
         "target logits (2.5e-01)",
         "generation K=2, prompt 0, token 8: 5 instead of 6",
     ]
-    with pytest.raises(CheckFailed, match=r"parity failed: graph embed .*; target logits .*; generation K=2"):
-        require_passed(result)
+    with pytest.raises(CheckFailed, match=r"parity failed: fp32-length: graph embed .*; target logits .*; generation K=2"):
+        require_passed({"fp32-length": result})
 
 
 def test_report_of_a_pass_is_empty() -> None:
     assert failures(parity()) == []
-    require_passed(parity())
+    require_passed({"fp32-length": parity()})
+    require_passed({})
 
 
 def test_report_names_an_empty_generation() -> None:
     empty = GenerationComparison(0, [], 0, []).to_json()
     assert failures(parity(passed=False, generation=empty)) == ["generation (no token was compared)"]
+
+
+def test_report_names_the_sets_that_failed() -> None:
+    empty = parity(passed=False, generation=GenerationComparison(0, [], 0, []).to_json())
+    with pytest.raises(CheckFailed) as caught:
+        require_passed({"fp32-length": parity(), "fp16-mask": empty, "bf16-mask": empty})
+    assert str(caught.value) == (
+        "parity failed: fp16-mask: generation (no token was compared); bf16-mask: generation (no token was compared)"
+    )
+
+
+def test_report_names_an_acceptance_that_is_off() -> None:
+    modes = {"K=2": ModeAcceptance(70, 70, 40, None, None).to_json(), "K=0": ModeAcceptance(70, 41, 40, None, None).to_json()}
+    assert failures(parity(passed=False, acceptance={"passed": False, "modes": modes})) == [
+        "acceptance K=2: 1.000 tokens a round instead of 1.750 in fp32"
+    ]

@@ -65,7 +65,7 @@ class DrafterCheckpoint:
         self.tensors = tensors
         self._drafter_plan = drafter_plan(config)
         self._refiner_plan = refiner_plan(refiner) if refiner is not None else {}
-        folded = _folded_tensors(refiner) if refiner is not None else {}
+        folded = folded_tensors(refiner) if refiner is not None else {}
         origin = str(location.path)
         if refiner is None and any(name.startswith(f"{HEAD}.") for name in tensors.shapes):
             raise CheckpointError(f"{origin} has tensors of a refiner ({HEAD}.…), but config.json has no xpress_rank")
@@ -111,11 +111,16 @@ def open_drafter(reference: str, revision: str | None = None) -> DrafterCheckpoi
     if location.is_gguf:
         raise CheckpointError(f"'{reference}' is a GGUF file; a drafter is a folder with config.json and safetensors")
     fields = Fields.from_file(location.path / "config.json", CheckpointError)
-    has_refiner = _check_format(fields)
-    config = _read_drafter(fields, may_omit_taps=not has_refiner)
-    refiner = _read_refiner(fields, config) if has_refiner else None
+    config, refiner = read_drafter_config(fields)
     source = SafetensorsSource.from_folder(location.path)
     return DrafterCheckpoint(location, config, refiner, source, read_licence(location.path), _read_thinking(fields))
+
+
+def read_drafter_config(fields: Fields) -> tuple[DrafterConfig, RefinerConfig | None]:
+    """The drafter and, unless it is bare DFlash, the refiner that a config.json describes."""
+    has_refiner = _check_format(fields)
+    config = _read_drafter(fields, may_omit_taps=not has_refiner)
+    return config, _read_refiner(fields, config) if has_refiner else None
 
 
 def drafter_plan(config: DrafterConfig) -> dict[str, Packed]:
@@ -129,7 +134,7 @@ def drafter_plan(config: DrafterConfig) -> dict[str, Packed]:
 
 
 def refiner_plan(config: RefinerConfig) -> dict[str, Packed]:
-    """The refiner's parameters that are published tensors as they are or transposed; the rest is :func:`_folded_tensors`."""
+    """The refiner's parameters that are published tensors as they are or transposed; the rest is :func:`folded_tensors`."""
     rank, hidden = config.rank, config.hidden_size
     gate_up = [(f"{HEAD}.mlp.gate_proj", config.mlp_hidden), (f"{HEAD}.mlp.up_proj", config.mlp_hidden)]
     return {
@@ -149,7 +154,7 @@ def default_taps(num_draft_layers: int, num_target_layers: int) -> tuple[int, ..
     return tuple(round(1 + index * (num_target_layers - 4) / (num_draft_layers - 1)) for index in range(num_draft_layers))
 
 
-def _folded_tensors(config: RefinerConfig) -> dict[str, tuple[int, ...]]:
+def folded_tensors(config: RefinerConfig) -> dict[str, tuple[int, ...]]:
     return {IN_PROJECTION: (config.rank, 3 * config.rank), MIX: (config.rank, config.block_size, config.block_size)}
 
 

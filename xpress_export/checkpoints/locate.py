@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,13 +20,14 @@ logger = logging.getLogger(__name__)
 WANTED_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "LICENSE*", "README.md")
 # A pattern's star also matches slashes: without this, other formats in sub-folders and second copies of the weights come along.
 UNWANTED_FILES = ("*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.py")
+CONFIG_FILE = "config.json"
 
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
 class Location:
-    """``path`` is a folder or a .gguf file, ``source`` what the user gave, ``revision`` the commit of a hub checkpoint."""
+    """``path`` is a folder, a .gguf file or a config alone, ``source`` what the user gave, ``revision`` the commit of a hub checkpoint."""
 
     path: Path
     source: str
@@ -41,24 +43,28 @@ class Location:
         return self.path.parent if self.is_gguf else self.path
 
 
-def locate(reference: str, revision: str | None = None) -> Location:
-    """Find a checkpoint by path or hub id; whatever exists locally is never sent to the hub."""
+def locate(reference: str, revision: str | None = None, *, config_only: bool = False) -> Location:
+    """Find a checkpoint by path or hub id; whatever exists locally is never sent to the hub.
+
+    ``config_only``: a .json file will do where a .gguf file would, and of a hub id config.json alone is fetched.
+    """
+    file = "a config.json" if config_only else "a .gguf file"
     if not reference.strip() or "\0" in reference:
-        raise CheckpointError(f"{reference!r} names no checkpoint; expected a folder, a .gguf file or a hub id such as 'org/name'")
+        raise CheckpointError(f"{reference!r} names no checkpoint; expected a folder, {file} or a hub id such as 'org/name'")
     try:
         path = Path(reference).expanduser()
-        weights = _weights_path(path) if path.exists() else None
+        found = (_config_path if config_only else _weights_path)(path) if path.exists() else None
     except (OSError, RuntimeError) as problem:
         raise CheckpointError(f"'{reference}' cannot be opened: {getattr(problem, 'strerror', None) or problem}") from None
-    if weights is not None:
+    if found is not None:
         if revision is not None:
             raise OptionError(f"revision '{revision}' was given for '{reference}', which is a local path; only hub ids have revisions")
-        return Location(weights, reference)
+        return Location(found, reference)
     if _is_path_like(reference):
-        raise CheckpointError(f"'{reference}' does not exist; expected a folder or a .gguf file")
+        raise CheckpointError(f"'{reference}' does not exist; expected a folder or {file}")
     if not HUB_ID.fullmatch(reference):
-        raise CheckpointError(f"'{reference}' is neither a folder, nor a .gguf file, nor a hub id of the form 'org/name'")
-    folder = _fetch(reference, revision)
+        raise CheckpointError(f"'{reference}' is neither a folder, nor {file}, nor a hub id of the form 'org/name'")
+    folder = _fetch(reference, revision, (CONFIG_FILE,) if config_only else WANTED_FILES)
     # The hub's cache names a snapshot's folder after its commit.
     return Location(folder, reference, revision=folder.name)
 
@@ -72,7 +78,7 @@ def _weights_path(path: Path) -> Path:
         if path.suffix != ".gguf":
             raise CheckpointError(f"'{path}' is a file; expected a folder with config.json and safetensors, or a .gguf file")
         return path
-    if not (path / "config.json").exists():
+    if not (path / CONFIG_FILE).exists():
         candidates = sorted(path.glob("*.gguf"))
         if len(candidates) > 1:
             names = ", ".join(candidate.name for candidate in candidates)
@@ -82,7 +88,13 @@ def _weights_path(path: Path) -> Path:
     return path
 
 
-def _fetch(hub_id: str, revision: str | None) -> Path:
+def _config_path(path: Path) -> Path:
+    if path.is_file() and path.suffix != ".json":
+        raise CheckpointError(f"'{path}' is a file; expected a folder with config.json, or such a file itself")
+    return path
+
+
+def _fetch(hub_id: str, revision: str | None, wanted: Sequence[str]) -> Path:
     """The snapshot's folder: from the network, or from the local cache when the hub cannot be reached."""
     try:
         from huggingface_hub import snapshot_download
@@ -102,7 +114,7 @@ def _fetch(hub_id: str, revision: str | None) -> Path:
             snapshot_download(
                 hub_id,
                 revision=revision,
-                allow_patterns=list(WANTED_FILES),
+                allow_patterns=list(wanted),
                 ignore_patterns=list(UNWANTED_FILES),
                 local_files_only=local_files_only,
             )

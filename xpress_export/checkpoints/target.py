@@ -117,14 +117,19 @@ def open_target(reference: str, revision: str | None = None) -> TargetCheckpoint
         generation_path = location.path / "generation_config.json"
         generation = Fields.from_file(generation_path, CheckpointError) if generation_path.exists() else None
         licence = read_licence(location.path)
-    if "dflash_config" in fields:
-        raise CheckpointError(f"{location.path} is a drafter (its config.json has dflash_config), expected a target")
-    model_type, config = read_decoder_config(fields)
+    model_type, config = read_target_config(fields, location)
     eos_token_ids = read_eos(generation, fields, config.vocab_size)
     if not location.is_gguf:
         # After the config, whose errors say more about a folder of another kind.
         source = SafetensorsSource.from_folder(location.path)
     return TargetCheckpoint(location, model_type, config, source, eos_token_ids, licence)
+
+
+def read_target_config(fields: Fields, location: Location) -> tuple[str, DecoderConfig]:
+    """The model_type and the decoder of a target's config; a drafter's is told apart."""
+    if "dflash_config" in fields:
+        raise CheckpointError(f"{location.path} is a drafter (its config.json has dflash_config), expected a target")
+    return read_decoder_config(fields)
 
 
 def decoder_plan(config: DecoderConfig) -> dict[str, Packed]:

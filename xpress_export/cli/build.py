@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from xpress_export.cli.options import build_options, checkpoint_options, combined, json_option
+from xpress_export.cli.options import build_options, checkpoint_options, combined, engine_options, json_option
 from xpress_export.cli.progress import progress
 from xpress_export.cli.quiet import quiet_libraries
+from xpress_runtime.errors import OptionError
+
+if TYPE_CHECKING:
+    from xpress_engines.profiles import ProfileSet
+    from xpress_export.engines_build import EngineRequest
 
 
 @click.command("build")
 @checkpoint_options
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="The bundle folder to make.")
 @build_options
+@engine_options
 @combined(
     click.option("--no-parity", is_flag=True, help="Do not compare the bundle with PyTorch and transformers."),
     click.option("--force", is_flag=True, help="Replace an existing bundle."),
@@ -28,6 +35,11 @@ def command(
     drafter: str,
     drafter_revision: str | None,
     output: Path,
+    engines: tuple[str, ...],
+    precisions: tuple[str, ...],
+    profile: str | None,
+    compute_capability: tuple[str, ...],
+    timing_cache: Path | None,
     no_parity: bool,
     force: bool,
     as_json: bool,
@@ -35,7 +47,7 @@ def command(
 ) -> None:
     """Build a bundle from a target and a drafter, and compare it with PyTorch.
 
-    The folder appears when it is complete. Exit code 1 means that the bundle was written and its parity check failed.
+    The folder appears when it is complete, engines included. Exit code 1 means that the bundle was written and its parity check failed.
     """
     from xpress_export.build import build_bundle
     from xpress_export.checkpoints import open_pair
@@ -43,16 +55,45 @@ def command(
     from xpress_export.options import resolve_options
     from xpress_export.staging import refuse_existing
     from xpress_runtime.backends import open_backend
+    from xpress_runtime.bundle import Bundle
+    from xpress_runtime.manifest import Manifest
+    from xpress_runtime.sets import Precision
 
     refuse_existing(output, replace=force)
+    requests, chosen = _engine_requests(engines, profile, compute_capability, timing_cache)
+    for name in ("capacity", "batch", "prefill_chunk"):
+        if chosen is not None and options[name] is None:
+            options[name] = getattr(chosen, name)
+    built = [Precision(name) for name in dict.fromkeys(precisions or (["fp32", "fp16"] if engines else ["fp32"]))]
+    half = [precision for precision in built if precision is not Precision.FP32]
+    if engines and not half:
+        raise OptionError("--engine needs graphs in half precision, and --precision asks for fp32 alone; add --precision fp16")
     if not no_parity:
         # What the check will need at the end is missed now, before minutes of work.
         open_backend("ort-cpu")
     quiet_libraries()
     target_checkpoint, drafter_checkpoint = open_pair(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
     resolved = resolve_options(target_checkpoint, drafter_checkpoint, **options)
-    with progress("build", len(graph_names(resolved)) + 2, quiet=as_json) as report:
-        bundle = build_bundle(target_checkpoint, drafter_checkpoint, output, resolved, replace=force, report=report)
+    num_graphs = len(graph_names(resolved))
+    with progress("build", num_graphs * (len(built) + len(requests)) + 2, quiet=as_json) as report:
+
+        def complete(staging: Path, manifest: Manifest) -> None:
+            for request in requests:
+                from xpress_export.engines_build import add_engines, engine_options
+
+                made = engine_options(request, manifest, precision=half[0], layout=chosen.layout if chosen else None)
+                add_engines(Bundle(staging, manifest), made, report=report)
+
+        bundle = build_bundle(
+            target_checkpoint,
+            drafter_checkpoint,
+            output,
+            resolved,
+            precisions=built,
+            replace=force,
+            complete=complete,
+            report=report,
+        )
 
     if not no_parity:
         from xpress_export.cli.parity import run_parity
@@ -66,3 +107,17 @@ def command(
         from xpress_export.parity.report import require_passed
 
         require_passed(bundle.manifest.parity)
+
+
+def _engine_requests(
+    engines: Sequence[str], profile: str | None, compute_capabilities: Sequence[str], timing_cache: Path | None
+) -> tuple[tuple[EngineRequest, ...], ProfileSet | None]:
+    """What the options about engines ask for, checked before any work."""
+    from xpress_engines.profiles import load_profile
+    from xpress_export.engines_build import request_engines
+
+    for option, given in (("--compute-capability", bool(compute_capabilities)), ("--timing-cache", timing_cache is not None)):
+        if given and not engines:
+            raise OptionError(f"{option} is for engines; give --engine as well")
+    chosen = load_profile(profile) if profile is not None else None
+    return request_engines(engines, compute_capabilities=compute_capabilities, timing_cache=timing_cache), chosen

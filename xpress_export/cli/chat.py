@@ -24,6 +24,7 @@ def command(
     stats: bool,
     backend: str,
     threads: int | None,
+    runtime_cache: Path | None,
     no_verify: bool,
     **generation: Any,
 ) -> None:
@@ -34,7 +35,7 @@ def command(
 
     config = GenerationConfig(**generation)
     opening = [{"role": "system", "content": system}] if system is not None else []
-    with Session.open(bundle, backend, threads=threads, verify=not no_verify) as session:
+    with Session.open(bundle, backend, threads=threads, verify=not no_verify, runtime_cache=runtime_cache) as session:
         if session.tokenizer is None or not session.tokenizer.has_chat_template:
             raise PromptError(f"{bundle} has no chat template; use: xpress-export generate {bundle} --raw")
         messages = list(opening)

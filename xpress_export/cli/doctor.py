@@ -25,6 +25,11 @@ _PACKAGES = {
     "huggingface-hub": "export",
     "gguf": "export",
     "accelerate": "export",
+    "tensorrt-rtx": "rtx",
+    "polygraphy": "rtx",
+    "cuda-bindings": "rtx",
+    "tensorrt": "gpu",
+    "onnxruntime-gpu": "gpu",
     "onnxruntime-genai": "bench",
 }
 
@@ -46,6 +51,7 @@ def command(as_json: bool) -> None:
                     "python": platform.python_version(),
                     "cores": os.cpu_count(),
                     "packages": packages,
+                    "engines": {kind: {"builds": not reason, "reason": reason} for kind, reason in _engine_builders().items()},
                     "backends": {status.name: {"runs": status.runs, "reason": status.reason} for status in backends},
                 }
             )
@@ -57,8 +63,26 @@ def command(as_json: bool) -> None:
         click.echo(f"  {name:18} {version or missing}")
     can_build = all(packages[name] for name, extra in _PACKAGES.items() if extra == "export")
     click.echo(f"build, export, parity, demo: {'yes' if can_build else 'no, see the missing packages above'}")
+    for kind, missing in _engine_builders().items():
+        click.echo(f"engine --kind {kind}: {missing or 'yes'}")
     for status in backends:
         click.echo(f"backend {status.name}: {'runs' if status.runs else status.reason}")
+
+
+def _engine_builders() -> dict[str, str]:
+    """Each kind of engine, and why it cannot be built here; empty where it can."""
+    from xpress_export.engines_build import request_engines
+    from xpress_runtime.engines import ENGINE_KINDS
+    from xpress_runtime.errors import EnvironmentProblem
+
+    reasons = {}
+    for kind in ENGINE_KINDS:
+        try:
+            request_engines([kind])
+            reasons[kind] = ""
+        except EnvironmentProblem as problem:
+            reasons[kind] = str(problem)
+    return reasons
 
 
 def _version(package: str) -> str | None:

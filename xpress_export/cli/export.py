@@ -17,13 +17,24 @@ from xpress_export.cli.quiet import quiet_libraries
 @checkpoint_options
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="The folder to make for the graphs.")
 @build_options
-@combined(click.option("--force", is_flag=True, help="Replace an existing folder."), json_option)
+@combined(
+    click.option(
+        "--precision",
+        type=click.Choice(["fp32", "fp16", "bf16"]),
+        default="fp32",
+        show_default=True,
+        help="fp32: attention bounded by lengths, for ONNX Runtime on CPUs; fp16, bf16: by a mask, for GPUs.",
+    ),
+    click.option("--force", is_flag=True, help="Replace an existing folder."),
+    json_option,
+)
 def command(
     target: str,
     target_revision: str | None,
     drafter: str,
     drafter_revision: str | None,
     output: Path,
+    precision: str,
     force: bool,
     as_json: bool,
     **options: Any,
@@ -32,22 +43,32 @@ def command(
 
     Large tensors of all graphs lie in one weights.bin beside them.
     """
-    from xpress_export.build import weight_bytes
+    from xpress_export.build import ATTENTION_FORMS, weight_bytes
     from xpress_export.checkpoints import open_pair
     from xpress_export.graph_set import export_graph_set, graph_names
     from xpress_export.options import resolve_options
     from xpress_export.staging import refuse_existing, staged_folder
+    from xpress_runtime.sets import Precision
 
     refuse_existing(output, replace=force)
     quiet_libraries()
     target_checkpoint, drafter_checkpoint = open_pair(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
     resolved = resolve_options(target_checkpoint, drafter_checkpoint, **options)
-    needed = weight_bytes(target_checkpoint, drafter_checkpoint)
+    chosen = Precision(precision)
+    needed = weight_bytes(target_checkpoint, drafter_checkpoint, chosen)
     with (
         progress("export", len(graph_names(resolved)), quiet=as_json) as report,
         staged_folder(output, needed_bytes=needed, replace=force) as staging,
     ):
-        exported = export_graph_set(target_checkpoint, drafter_checkpoint, resolved, staging, report=report)
+        exported = export_graph_set(
+            target_checkpoint,
+            drafter_checkpoint,
+            resolved,
+            staging,
+            precision=chosen,
+            attention_form=ATTENTION_FORMS[chosen],
+            report=report,
+        )
     if as_json:
         click.echo(json.dumps({"folder": str(output), "graphs": {name: graph.operators for name, graph in exported.items()}}))
     else:

@@ -38,6 +38,7 @@ def command(
     as_json: bool,
     backend: str,
     threads: int | None,
+    runtime_cache: Path | None,
     no_verify: bool,
     warn_acceptance: float,
     warn_round_ms: float,
@@ -53,7 +54,9 @@ def command(
 
     config = GenerationConfig(**generation)
     thresholds = WarningThresholds(warn_acceptance, warn_round_ms)
-    with Session.open(bundle, backend, threads=threads, verify=not no_verify, thresholds=thresholds) as session:
+    with Session.open(
+        bundle, backend, threads=threads, verify=not no_verify, thresholds=thresholds, runtime_cache=runtime_cache
+    ) as session:
         stream = session.stream(_prompt(session, prompt, chat, system, tokens), config)
         for piece in stream:
             if not as_json and session.tokenizer is not None:

@@ -8,31 +8,70 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xpress_export.cli.options import bundle_argument, combined, json_option
-from xpress_export.cli.show import size, table
+from xpress_export.cli.estimate import estimate_options, shown_estimate
+from xpress_export.cli.options import combined, json_option
+from xpress_export.cli.show import engine_lines, size, table
 
 if TYPE_CHECKING:
+    from xpress_runtime.bundle import Bundle
+    from xpress_runtime.engines import EngineManifest
     from xpress_runtime.manifest import Manifest, Origin
 
 
 @click.command("inspect")
-@bundle_argument
+@click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @combined(
     click.option("--capacity", type=click.IntRange(1), help="Show the memory needed at this capacity. Default: the bundle's."),
     click.option("--batch", type=click.IntRange(1), help="Show the memory needed for this many rows. Default: the bundle's."),
     click.option("--no-verify", is_flag=True, help="Do not hash the bundle's files."),
     json_option,
 )
-def command(bundle: Path, capacity: int | None, batch: int | None, no_verify: bool, as_json: bool) -> None:
-    """Show where BUNDLE came from, its graphs with sizes and operators, its parity result and the memory it needs."""
+@estimate_options
+def command(
+    bundle: Path | None, capacity: int | None, batch: int | None, no_verify: bool, as_json: bool, estimate: bool, **estimated: Any
+) -> None:
+    """Show where BUNDLE came from, its graphs with sizes and operators, its parity result and the memory it needs.
+
+    With --estimate: what a bundle would need, before its checkpoints are downloaded.
+    """
+    if estimate:
+        if bundle is not None or no_verify:
+            raise click.UsageError("--estimate takes neither BUNDLE nor --no-verify", click.get_current_context())
+        click.echo(shown_estimate(**estimated, capacity=capacity, batch=batch, as_json=as_json))
+        return
+    if bundle is None:
+        raise click.UsageError("Missing argument 'BUNDLE'", click.get_current_context())
+    for name, value in estimated.items():
+        if value is not None:
+            option = "precision" if name == "precisions" else name.replace("_", "-")
+            raise click.UsageError(f"--{option} is for --estimate", click.get_current_context())
     from xpress_runtime.bundle import Bundle
 
-    manifest = Bundle.open(bundle, verify=not no_verify).manifest
+    opened = Bundle.open(bundle, verify=not no_verify)
+    manifest = opened.manifest
     capacity, batch = capacity or manifest.capacity, batch or manifest.batch
+    engines = _engines(opened, verify=not no_verify)
     if as_json:
-        click.echo(json.dumps({**manifest.to_json(), "memory": _memory(manifest, capacity, batch)}))
-    else:
-        click.echo(_shown(manifest, capacity, batch))
+        held = {kind: {"problem": found} if isinstance(found, str) else found.to_json() for kind, found in engines.items()}
+        click.echo(json.dumps({**manifest.to_json(), "memory": _memory(manifest, capacity, batch), "engines": held}))
+        return
+    click.echo(_shown(manifest, capacity, batch))
+    for kind, found in engines.items():
+        click.echo("\n" + (f"engines {kind} cannot be used: {found}" if isinstance(found, str) else "\n".join(engine_lines(found))))
+
+
+def _engines(bundle: Bundle, *, verify: bool) -> dict[str, EngineManifest | str]:
+    """Each kind that the bundle holds, or why it cannot be used: the bundle is a good one without."""
+    from xpress_runtime.engines import engine_kinds, open_engines
+    from xpress_runtime.errors import BundleError
+
+    found: dict[str, EngineManifest | str] = {}
+    for kind in engine_kinds(bundle):
+        try:
+            found[kind] = open_engines(bundle, kind, verify=verify).manifest
+        except BundleError as problem:
+            found[kind] = str(problem)
+    return found
 
 
 def _memory(manifest: Manifest, capacity: int, batch: int) -> dict[str, dict[str, Any]]:
@@ -60,7 +99,7 @@ def _shown(manifest: Manifest, capacity: int, batch: int) -> str:
         f"          shortlist {manifest.shortlist or 'off'}",
         f"limits    capacity {manifest.capacity} tokens, batch {manifest.batch}, prefill chunk {manifest.prefill_chunk}",
         f"tokenizer {'yes' if manifest.has_tokenizer else 'none: token ids only'}; stop tokens {list(target.stop_token_ids)}",
-        f"parity    {_parity(manifest)}",
+        *_parity(manifest),
         f"built by  {', '.join(f'{name} {version}' for name, version in manifest.built_with.items())}",
     ]
     for graph_set in manifest.graph_sets:
@@ -85,12 +124,13 @@ def _origin(origin: Origin) -> str:
     return f"{origin.source}{revision} (licence: {origin.licence or 'not stated'}; identity {origin.identity[:12]})"
 
 
-def _parity(manifest: Manifest) -> str:
-    if manifest.parity is None:
-        return "not checked"
+def _parity(manifest: Manifest) -> list[str]:
+    if not manifest.parity:
+        return ["parity    not checked"]
     from xpress_export.parity.report import failures
 
-    generation = manifest.parity["generation"]
-    if not manifest.parity["passed"]:
-        return f"FAILED: {'; '.join(failures(manifest.parity))}"
-    return f"passed: {len(manifest.parity['graphs'])} graphs, {generation['tokens']} generated tokens"
+    lines = []
+    for name, result in manifest.parity.items():
+        found = f"{len(result['graphs'])} graphs, {result['generation']['tokens']} generated tokens"
+        lines.append(f"parity    {name} " + (f"passed: {found}" if result["passed"] else f"FAILED: {'; '.join(failures(result))}"))
+    return lines

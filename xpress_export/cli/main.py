@@ -24,6 +24,7 @@ from xpress_runtime.version import VERSION
 COMMANDS = {
     "build": ("build", "Build a bundle from a target and a drafter."),
     "export": ("export", "Export the ONNX graphs alone, without tokenizer and manifest."),
+    "engine": ("engine", "Build TensorRT engines into a bundle."),
     "parity": ("parity", "Compare a bundle with PyTorch and transformers."),
     "generate": ("generate", "Generate from a prompt with a bundle."),
     "chat": ("chat", "Talk to a bundle."),
@@ -35,13 +36,17 @@ COMMANDS = {
 # What a command may find missing, and the extra that brings it.
 _EXTRAS = {
     "accelerate": "export",
+    "cuda": "gpu",
     "gguf": "export",
     "huggingface_hub": "export",
     "onnx": "export",
     "onnx_ir": "export",
     "onnxruntime": "cpu",
     "onnxscript": "export",
+    "polygraphy": "rtx",
     "safetensors": "export",
+    "tensorrt": "gpu",
+    "tensorrt_rtx": "rtx",
     "torch": "export",
     "transformers": "export",
 }

@@ -59,12 +59,44 @@ build_options = combined(
         type=click.IntRange(2),
         help="Tokens of prompt and output together. Default: 2048, or the target's positions if fewer.",
     ),
-    click.option("--batch", type=click.IntRange(1, 1024), default=1, show_default=True, help="Rows that the bundle is planned for."),
+    click.option("--batch", type=click.IntRange(1, 1024), help="Rows that the bundle is planned for. Default: 1."),
     click.option("--prefill-chunk", type=click.IntRange(1, 8192), help="Prompt tokens that run at once. Default: 128."),
 )
 
+compute_capability_option = click.option(
+    "--compute-capability", multiple=True, metavar="X.Y", help="GPUs to build for, such as 8.9; may be given several times. Default: all."
+)
+timing_cache_option = click.option(
+    "--timing-cache", type=click.Path(path_type=Path), help="Keep what TensorRT measures in this file, so that the next build is faster."
+)
+
+engine_options = combined(
+    click.option("--engine", "engines", multiple=True, help="Build engines too: tensorrt-rtx, which needs no GPU, or tensorrt."),
+    click.option(
+        "--precision",
+        "precisions",
+        type=click.Choice(["fp32", "fp16", "bf16"]),
+        multiple=True,
+        help="Graphs to build: fp32 for CPUs, fp16 or bf16 for GPUs; may be given several times. Engines are built of the first for GPUs. "
+        "Default: fp32, and with --engine fp16 too.",
+    ),
+    click.option("--profile", help="edge, server or a TOML file: defaults of --capacity, --batch and --prefill-chunk."),
+    compute_capability_option,
+    timing_cache_option,
+)
+
 session_options = combined(
-    click.option("--backend", default="auto", show_default=True, help="auto or ort-cpu."),
+    click.option(
+        "--backend",
+        default="auto",
+        show_default=True,
+        help="tensorrt, tensorrt-rtx, ort-cuda, ort-trt-rtx or ort-cpu; auto: the first that runs here and finds its engines or graphs.",
+    ),
+    click.option(
+        "--runtime-cache",
+        type=click.Path(path_type=Path, file_okay=False),
+        help="Keep the kernels that TensorRT-RTX compiles for this GPU in this folder, so that the next start is quick.",
+    ),
     threads_option,
     click.option("--no-verify", is_flag=True, help="Do not hash the bundle's files before use."),
 )

@@ -3,33 +3,53 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from xpress_export.cli.options import bundle_argument, json_option, threads_option
 from xpress_export.cli.progress import progress
 from xpress_export.cli.quiet import quiet_libraries
-from xpress_export.cli.show import table
+from xpress_export.cli.show_parity import shown_parity
 from xpress_runtime.errors import OptionError
 
 if TYPE_CHECKING:
     from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
     from xpress_runtime.bundle import Bundle
-    from xpress_runtime.manifest import Origin
+    from xpress_runtime.manifest import GraphSet, Origin
 
 
 @click.command("parity")
 @bundle_argument
 @click.option("--target", help="Where the target lies now. Default: where the bundle was built from.")
 @click.option("--drafter", help="Where the drafter lies now. Default: where the bundle was built from.")
+@click.option(
+    "--precision", "precisions", type=click.Choice(["fp32", "fp16", "bf16"]), multiple=True, help="Graph sets to compare. Default: all."
+)
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path),
+    help='Texts to generate from instead of three short ones: a file with one a line, as text or as {"prompt": "…"}.',
+)
+@click.option("--max-new-tokens", type=click.IntRange(2), help="Tokens to generate from each. Default: 24.")
 @threads_option
 @json_option
-def command(bundle: Path, target: str | None, drafter: str | None, threads: int | None, as_json: bool) -> None:
+def command(
+    bundle: Path,
+    target: str | None,
+    drafter: str | None,
+    precisions: tuple[str, ...],
+    prompts: Path | None,
+    max_new_tokens: int | None,
+    threads: int | None,
+    as_json: bool,
+) -> None:
     """Compare every graph of BUNDLE with PyTorch, its target and its generation with transformers.
 
-    The result is written into the bundle. Exit code 1 when something differs by more than the tolerance.
+    In half precision also: how close values come to the end of the precision's range, and acceptance against the fp32 graphs. The result
+    is written into the bundle. Exit code 1 when something differs by more than the tolerance.
     """
     from xpress_export.checkpoints import open_drafter, open_target
     from xpress_export.parity.check import check_same_checkpoints
@@ -38,28 +58,75 @@ def command(bundle: Path, target: str | None, drafter: str | None, threads: int 
 
     quiet_libraries()
     opened = Bundle.open(bundle)
+    graph_sets = _graph_sets(opened, precisions)
+    options: dict[str, Any] = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+    if prompts is not None:
+        options["prompts"] = _read_prompts(prompts)
     target_checkpoint = open_target(*_whereabouts("target", target, opened.manifest.target.origin))
     drafter_checkpoint = open_drafter(*_whereabouts("drafter", drafter, opened.manifest.drafter.origin))
     check_same_checkpoints(opened, target_checkpoint, drafter_checkpoint)
-    opened = run_parity(opened, target_checkpoint, drafter_checkpoint, threads=threads, as_json=as_json)
+    opened = run_parity(opened, target_checkpoint, drafter_checkpoint, graph_sets=graph_sets, threads=threads, as_json=as_json, **options)
     assert opened.manifest.parity is not None
+    results = {graph_set.name: opened.manifest.parity[graph_set.name] for graph_set in graph_sets}
     if as_json:
-        click.echo(json.dumps(opened.manifest.parity))
-    require_passed(opened.manifest.parity)
+        click.echo(json.dumps(results))
+    require_passed(results)
 
 
 def run_parity(
-    bundle: Bundle, target: TargetCheckpoint, drafter: DrafterCheckpoint, *, as_json: bool, threads: int | None = None
+    bundle: Bundle,
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    *,
+    as_json: bool,
+    graph_sets: Sequence[GraphSet] | None = None,
+    **options: Any,
 ) -> Bundle:
-    """Run the check with progress, write its result into the bundle and, unless ``as_json``, show it."""
-    from xpress_export.parity.check import check_parity
+    """Run the check of the given sets (default: all) with progress, write its results into the bundle and, unless ``as_json``, show them.
 
-    num_steps = len(bundle.manifest.graph_sets[0].graphs) + 2 + len(bundle.manifest.num_passes)
-    with progress("parity", num_steps, quiet=as_json) as report:
-        parity = check_parity(bundle, target, drafter, threads=threads, report=report)
+    ``options`` are those of :func:`xpress_export.parity.check.check_parity`.
+    """
+    from xpress_export.parity.check import check_parity, parity_steps
+
+    graph_sets = bundle.manifest.graph_sets if graph_sets is None else graph_sets
+    with progress("parity", parity_steps(bundle, graph_sets), quiet=as_json) as report:
+        results = check_parity(bundle, target, drafter, graph_sets=graph_sets, report=report, **options)
     if not as_json:
-        click.echo(_shown(parity))
-    return bundle.write_manifest(bundle.manifest.with_parity(parity))
+        click.echo("\n\n".join(shown_parity(result) for result in results.values()))
+    return bundle.write_manifest(bundle.manifest.with_parity(results))
+
+
+def _graph_sets(bundle: Bundle, precisions: tuple[str, ...]) -> list[GraphSet]:
+    """The sets of these precisions, or all."""
+    held = bundle.manifest.graph_sets
+    for precision in precisions:
+        if all(graph_set.precision != precision for graph_set in held):
+            names = ", ".join(graph_set.name for graph_set in held)
+            raise OptionError(f"the bundle holds no graphs in {precision} (it holds: {names}); build it again with --precision {precision}")
+    return [graph_set for graph_set in held if not precisions or graph_set.precision in precisions]
+
+
+def _read_prompts(path: Path) -> list[str]:
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as problem:
+        raise OptionError(f"--prompts {path} cannot be read: {problem}") from problem
+    if not lines:
+        raise OptionError(f"--prompts {path} is empty, expected one prompt a line")
+    return [_prompt(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _prompt(line: str, where: str) -> str:
+    if not line.lstrip().startswith("{"):
+        return line
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError:
+        # Text may begin with a brace too.
+        return line
+    if not isinstance(entry.get("prompt"), str):
+        raise OptionError(f"--prompts {where} has no text 'prompt'")
+    return str(entry["prompt"])
 
 
 def _whereabouts(role: str, given: str | None, origin: Origin) -> tuple[str, str | None]:
@@ -70,48 +137,3 @@ def _whereabouts(role: str, given: str | None, origin: Origin) -> tuple[str, str
     if origin.revision is None and not Path(origin.source).expanduser().exists():
         raise OptionError(f"the bundle was built from the {role} in '{origin.source}', which is not here; give its place with --{role}")
     return origin.source, origin.revision
-
-
-def _shown(parity: dict[str, object]) -> str:
-    from xpress_export.parity.report import shown_error
-
-    graphs, target, generation = parity["graphs"], parity["target"], parity["generation"]
-    assert isinstance(graphs, dict) and isinstance(target, dict) and isinstance(generation, dict)
-    rows = [
-        [
-            name,
-            shown_error(entry["max_abs_error"]),
-            shown_error(entry["scaled_error"]),
-            _agreement(entry["argmax"]),
-            _verdict(entry["passed"]),
-        ]
-        for name, entry in graphs.items()
-    ]
-    rows.append(
-        [
-            "target / transformers",
-            shown_error(target["max_abs_error"]),
-            shown_error(target["scaled_error"]),
-            f"{target['argmax']['agreeing']}/{target['argmax']['rows']}",
-            _verdict(target["passed"]),
-        ]
-    )
-    lines = [table(["compared with PyTorch", "largest error", "relative", "same best token", "result"], rows)]
-    lines.append(
-        f"generation / transformers: {generation['tokens']} tokens equal over {generation['prompts']} prompts in modes "
-        f"{', '.join(generation['modes'])}: {_verdict(generation['passed'])}"
-    )
-    lines += [
-        f"  {entry['mode']}, prompt {entry['prompt']}, token {entry['index']}: {entry['found']} instead of {entry['expected']}, "
-        f"margin {entry['margin']:.2e}, logit error {entry['logit_error']:.2e}: {'tie' if entry['tie'] else 'different'}"
-        for entry in generation["divergences"]
-    ]
-    return "\n".join(lines)
-
-
-def _agreement(argmax: dict[str, dict[str, int]]) -> str:
-    return " ".join(f"{entry['agreeing']}/{entry['rows']}" for entry in argmax.values())
-
-
-def _verdict(passed: object) -> str:
-    return "ok" if passed else "FAILED"

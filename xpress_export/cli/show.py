@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from xpress_runtime.engines import EngineManifest
 from xpress_runtime.generation import GenerationResult
 from xpress_runtime.stats import Stage
 
@@ -24,6 +25,24 @@ def stats_lines(result: GenerationResult) -> list[str]:
     stages = ", ".join(f"{stage.value} {1e3 * stats.stage_seconds[stage]:.0f}" for stage in (Stage.DRAFT, Stage.REFINE, Stage.VERIFY))
     lines.append(f"time: {stats.ms_per_token:.1f} ms per token, {stats.tokens_per_second:.1f} tokens/s; {stages}, host {host_ms:.0f} ms")
     return lines
+
+
+def engine_lines(manifest: EngineManifest) -> list[str]:
+    """What the engines of one kind are, and one line for each."""
+    profile = manifest.profile
+    calls = ", ".join(f"{name} {rows} × {tokens}" for name, (rows, tokens) in profile.calls.items())
+    peak = "" if manifest.peak_build_bytes is None else f", peak memory {size(manifest.peak_build_bytes)}"
+    rows = [
+        [name, size(engine.bytes), str(engine.num_layers), str(len(engine.profiles)), f"{engine.build_seconds:.1f}"]
+        for name, engine in manifest.engines.items()
+    ]
+    return [
+        f"engines {manifest.kind} of {manifest.graph_set}, {manifest.builder} {manifest.builder_version}",
+        f"  compute capabilities {', '.join(manifest.compute_capabilities)}",
+        f"  profiles {calls} (rows × tokens), layout {profile.layout}; capacity {profile.capacity}",
+        f"  {size(manifest.bytes)}, built in {manifest.build_seconds:.0f} s{peak}",
+        table(["graph", "engine", "layers", "shapes", "seconds"], rows),
+    ]
 
 
 def size(num_bytes: float) -> str:

@@ -167,7 +167,8 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Hidden [B, S, H] and the wanted rows [B, R] → logits [B, R, V] in fp32 and their argmax [B, R].
 
-    The table stays [V, H] as it lies in the checkpoint, so that a tied embedding is stored once.
+    The table stays [V, H] as it lies in the checkpoint, so that a tied embedding is stored once. The product is an fp32 product in every
+    precision: a half-precision one would put logits on a grid so coarse that they tie.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
@@ -176,7 +177,7 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         wanted = select_rows(hidden, rows).reshape(-1, hidden.shape[2])
-        logits = nn.functional.linear(wanted, self.table).float()
+        logits = nn.functional.linear(wanted.float(), self.table.float())
         logits = logits.reshape(rows.shape[0], rows.shape[1], self.table.shape[0])
         return logits, logits.argmax(dim=-1)
 

@@ -112,6 +112,9 @@ class Drafter(nn.Module):
     stands right behind them at ``block_position``. Block rows see every context column and each other.
     """
 
+    # Taps of real models exceed 2e4, and a sum over all of them the range of fp16.
+    fp32_parts = ("fc", "hidden_norm")
+
     def __init__(self, config: DrafterConfig, num_positions: int, attention_form: AttentionForm) -> None:
         super().__init__()
         backbone = config.backbone
@@ -133,7 +136,7 @@ class Drafter(nn.Module):
         key_caches: list[Tensor],
         value_caches: list[Tensor],
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        context = self.hidden_norm(self.fc(taps))
+        context = self.hidden_norm(self.fc(taps.float())).to(embeddings.dtype)
         run = self._cache_run(taps.shape[1], context_position, block_position)
         bounds = self._bounds(block_position, key_caches[0].shape[2])
 

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-# Largest error by precision, relative to the largest magnitude of the reference (at least 1). fp32: two libraries add in different
-# orders; a thirty-layer decoder stays below 1e-5, and a wrong mask, position or scale is off by far more than 1e-4.
-TOLERANCES = {"fp32": 1e-4}
+from xpress_runtime.sets import Precision
+
+# fp32: two libraries add in different orders; a thirty-layer decoder stays below 1e-5, and a wrong mask, position or scale is off by far
+# more than 1e-4.
+_FP32_TOLERANCE = 1e-4
+# Half precision: what one rounding may err by, 2^-11 with the 11 bits of fp16 and 2^-8 with the 8 of bf16, …
+_ROUNDING = {Precision.FP16: 2.0**-11, Precision.BF16: 2.0**-8}
+# … times the roundings that may add up. An embedding is rounded once. Measured at most: 2.7 in graphs of one layer, 12 in those of many (up
+# to thirty), where errors add like a random walk. A wrong scale or table is off by hundreds.
+_ROUNDINGS = {"embed": 1, "target": 20, "drafter": 20}
+_ROUNDINGS_OF_ONE_LAYER = 8
+
+
+def tolerance(precision: Precision, graph: str = "target") -> float:
+    """Largest error of a graph's outputs, relative to the largest magnitude of the reference (at least 1)."""
+    if precision is Precision.FP32:
+        return _FP32_TOLERANCE
+    return _ROUNDING[precision] * _ROUNDINGS.get(graph, _ROUNDINGS_OF_ONE_LAYER)
 
 
 @dataclass(frozen=True)
@@ -66,3 +82,11 @@ def top_margin(logits: NDArray[Any]) -> float:
     """Difference between the two best of a row [V]."""
     best = np.partition(logits, -2)[-2:]
     return float(best[1] - best[0])
+
+
+def first_difference(found: Sequence[int], expected: Sequence[int]) -> int | None:
+    """Index of the first differing token; where one sequence is a prefix of the other, the end of the shorter."""
+    for index, (left, right) in enumerate(zip(found, expected, strict=False)):
+        if left != right:
+            return index
+    return None if len(found) == len(expected) else min(len(found), len(expected))

@@ -8,17 +8,17 @@ texts go different ways, so the comparison of that prompt ends there.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from xpress_export.parity.compare import top_margin
+from xpress_export.parity.compare import first_difference, top_margin
 from xpress_export.parity.reference import ReferenceRun
 from xpress_export.parity.runner import GraphRunner
 from xpress_export.parity.target import target_logits
-from xpress_runtime.generation import GenerationConfig
+from xpress_runtime.generation import GenerationConfig, GenerationResult
 from xpress_runtime.session import Session
 
 
@@ -42,12 +42,13 @@ class Divergence:
 
 @dataclass(frozen=True)
 class GenerationComparison:
-    """``tokens`` compared over all prompts and modes, and every divergence."""
+    """``tokens`` compared over all prompts and modes, every divergence, and what each mode made of each prompt."""
 
     prompts: int
     modes: list[str]
     tokens: int
     divergences: list[Divergence]
+    results: Mapping[str, Sequence[GenerationResult]] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -80,31 +81,33 @@ def compare_generation(
     *,
     report: Callable[[str], None] = lambda _: None,
 ) -> GenerationComparison:
-    """Generate every prompt in every mode and compare with the references; ``report`` hears each mode's name.
+    """Generate every prompt in every mode and compare with the references.
 
     ``tolerance`` is the largest logit error of a tie, relative to the reference's largest magnitude (at least 1).
     """
     runner = GraphRunner(session.bundle, session.backend)
-    configs = modes(session, max_new_tokens)
     compared = 0
     divergences = []
-    for mode, config in configs.items():
-        report(f"generation {mode}")
+    results = generate_all(session, prompts, max_new_tokens, report=report)
+    for mode, made in results.items():
         for index, (prompt, reference) in enumerate(zip(prompts, references, strict=True)):
-            found = list(session.generate(prompt, config).tokens)
+            found = list(made[index].tokens)
             first = first_difference(found, reference.tokens)
             compared += len(reference.tokens) if first is None else first
             if first is not None:
                 divergences.append(_divergence(runner, session, index, mode, first, prompt, found, reference, tolerance))
-    return GenerationComparison(len(prompts), list(configs), compared, divergences)
+    return GenerationComparison(len(prompts), list(results), compared, divergences, results)
 
 
-def first_difference(found: Sequence[int], expected: Sequence[int]) -> int | None:
-    """Index of the first differing token; where one sequence is a prefix of the other, the end of the shorter."""
-    for index, (left, right) in enumerate(zip(found, expected, strict=False)):
-        if left != right:
-            return index
-    return None if len(found) == len(expected) else min(len(found), len(expected))
+def generate_all(
+    session: Session, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, report: Callable[[str], None] = lambda _: None
+) -> dict[str, list[GenerationResult]]:
+    """What each mode makes of each prompt; ``report`` hears each mode's name."""
+    results = {}
+    for mode, config in modes(session, max_new_tokens).items():
+        report(f"generation {mode}")
+        results[mode] = [session.generate(prompt, config) for prompt in prompts]
+    return results
 
 
 def _divergence(

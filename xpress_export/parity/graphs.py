@@ -1,59 +1,70 @@
-"""Every graph of a bundle against the PyTorch module that it was traced from, on two rows of different length.
+"""Every graph of a set against the fp32 PyTorch module that it was traced from.
 
-The graphs are fed as in a generation: prompt, first block, a round after a partial acceptance, a single token. Each graph's input comes
-from PyTorch's output of the one before, so that an error shows in the graph that makes it.
+In half precision the module is called rounded as well, and where its values leave the range of the precision the graph fails: see
+:mod:`xpress_export.parity.value_range`. Each call's input comes from the fp32 modules before it, so that an error shows in the graph that
+makes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
-from xpress_export.graph_set import graph_makers, graph_names
-from xpress_export.graphs.spec import DYNAMIC_DIMS, GraphSpec, TensorSpec
+from xpress_export.graph_set import graph_makers
+from xpress_export.graphs.refiner import RefinerGraph
+from xpress_export.graphs.spec import DYNAMIC_DIMS, GraphSpec
+from xpress_export.models.precision import DTYPES
 from xpress_export.options import BuildOptions
-from xpress_export.parity.compare import UNEQUAL, ArgmaxComparison, ArrayComparison, compare_argmax, compare_arrays
+from xpress_export.parity.compare import UNEQUAL, ArrayComparison, compare_arrays, tolerance
+from xpress_export.parity.feed import Feed
+from xpress_export.parity.fp32_parts import fp32_parts
+from xpress_export.parity.ids import Bools, IdComparison, comparable_slots, compare_ids
+from xpress_export.parity.modules import HalfModule, Tensors, run_module, to_arrays
 from xpress_export.parity.runner import Arrays, GraphRunner
-from xpress_runtime.backends.base import Backend
-from xpress_runtime.bundle import Bundle
+from xpress_export.parity.value_range import ValueRange
 from xpress_runtime.manifest import Manifest
-from xpress_runtime.sets import AttentionForm
-
-Tensors = dict[str, Tensor]
-
-# Outputs that rank tokens: their argmax matters more than their values.
-_RANKINGS = ("logits", "refined_logits")
-_PROMPT_ROWS = 9
-_TABLE_ROWS = 4096
+from xpress_runtime.sets import AttentionForm, Precision
 
 
 @dataclass
 class GraphComparison:
-    """Worst error of each output over all calls of a graph, and its argmax agreement where it ranks tokens."""
+    """Worst error of each output over all calls of a graph, its token ids where it chooses some, and its range where it is in half."""
 
+    tolerance: float
     outputs: dict[str, ArrayComparison] = field(default_factory=dict)
-    argmax: dict[str, ArgmaxComparison] = field(default_factory=dict)
+    ids: IdComparison | None = None
+    range: ValueRange | None = None
     calls: int = 0
 
-    def passed(self, tolerance: float) -> bool:
-        errors_fit = all(output.within(tolerance) for output in self.outputs.values())
-        return bool(self.calls) and errors_fit
+    @property
+    def conclusive(self) -> bool:
+        """Whether at least half of the ids could be compared; of a refiner with less than that, little more than its first pass was."""
+        return self.ids is None or 2 * self.ids.not_comparable <= self.ids.rows
 
-    def to_json(self, tolerance: float) -> dict[str, Any]:
+    @property
+    def passed(self) -> bool:
+        errors_fit = all(output.within(self.tolerance) for output in self.outputs.values())
+        in_range = self.range is None or self.range.overflow is None
+        return bool(self.calls) and errors_fit and in_range
+
+    def to_json(self, name: str) -> dict[str, Any]:
         worst_name, worst = max(self.outputs.items(), key=lambda item: item[1].scaled_error)
         return {
-            "passed": self.passed(tolerance),
+            "passed": self.passed,
+            "conclusive": self.conclusive,
             "calls": self.calls,
+            "tolerance": self.tolerance,
             "worst_output": worst_name,
             "max_abs_error": worst.max_abs_error,
             "scaled_error": worst.scaled_error,
-            "argmax": {name: ranking.to_json() for name, ranking in self.argmax.items()},
+            "fp32": fp32_parts(name) if self.range else None,
+            "ids": self.ids.to_json() if self.ids else None,
+            "range": self.range.to_json() if self.range else None,
         }
 
 
@@ -70,173 +81,99 @@ def built_options(manifest: Manifest) -> BuildOptions:
 
 
 def check_graphs(
-    bundle: Bundle,
+    options: BuildOptions,
     target: TargetCheckpoint,
     drafter: DrafterCheckpoint,
-    backend: Backend,
+    runner: GraphRunner | None,
     *,
+    precision: Precision = Precision.FP32,
     form: AttentionForm = AttentionForm.LENGTH,
+    texts: Sequence[Sequence[int]] = (),
     report: Callable[[str], None] = lambda _: None,
 ) -> dict[str, GraphComparison]:
-    """Run and compare every graph; ``report`` hears a graph's name before it is compared."""
-    options = built_options(bundle.manifest)
-    makers = graph_makers(target, drafter, options, form)
-    check = _GraphCheck(GraphRunner(bundle, backend))
-    feed = _Feed(target, drafter, options)
-    order = ("embed", "target", "head", "drafter", *(name for name in graph_names(options) if name.startswith("refiner")), "accept")
-    for name in order:
+    """Compare every graph of the set of ``precision`` and ``form``; ``report`` hears a graph's name before it is compared.
+
+    ``runner`` None compares the rounded modules themselves, for a precision whose graphs do not run here. ``texts``: token ids that are fed
+    besides random ones, at least two each.
+    """
+    references = graph_makers(target, drafter, options, Precision.FP32, form)
+    halves = graph_makers(target, drafter, options, precision, form)
+    comparisons = {}
+    for name, calls in Feed(target, drafter, options, form, texts).calls.items():
         report(name)
-        spec = makers[name]()
-        feed.calls[name](lambda inputs, spec=spec: check.call(spec, inputs))  # type: ignore[misc]
-    return check.comparisons
+        half = HalfModule(halves[name](), DTYPES[precision]) if precision is not Precision.FP32 else None
+        check = _GraphCheck(references[name](), half, runner, tolerance(precision, name))
+        calls(check.call)
+        comparisons[name] = check.comparison
+    return comparisons
 
 
 class _GraphCheck:
-    """Calls a graph in PyTorch and on the backend, keeps the worst errors and answers with PyTorch's outputs."""
+    """Calls a graph in fp32, rounded and on the backend, keeps the worst errors and answers with the fp32 outputs."""
 
-    def __init__(self, runner: GraphRunner) -> None:
+    def __init__(self, spec: GraphSpec, half: HalfModule | None, runner: GraphRunner | None, largest_error: float) -> None:
+        assert half is not None or runner is not None, "something is compared"
+        self._spec = spec
+        self._half = half
         self._runner = runner
-        self.comparisons: dict[str, GraphComparison] = {}
+        self.comparison = GraphComparison(largest_error, range=half.range if half else None)
 
-    @torch.inference_mode()
-    def call(self, spec: GraphSpec, inputs: Tensors) -> Tensors:
-        arguments = [inputs[entry.name] if isinstance(entry, TensorSpec) else [inputs[t.name] for t in entry] for entry in spec.inputs]
-        reference = dict(zip((output.name for output in spec.outputs), _flatten(spec.module(*arguments)), strict=True))
-        dims = _dims(spec, inputs)
-        found = self._runner.run(
-            spec.name,
-            {name: tensor.numpy() for name, tensor in inputs.items()},
-            {DYNAMIC_DIMS[letter]: size for letter, size in dims.items()},
-        )
-        expected = {name: tensor.numpy() for name, tensor in reference.items()}
+    def call(self, inputs: Tensors) -> Tensors:
+        reference = run_module(self._spec, inputs)
+        rounded = self._half.run(inputs) if self._half else {}
+        found = to_arrays(rounded) if self._runner is None else self._run(self._runner, inputs)
+        expected = to_arrays(reference)
         if "candidates" in expected and "candidates" in found:
             found, expected = by_candidate(found), by_candidate(expected)
-        comparison = self.comparisons.setdefault(spec.name, GraphComparison())
-        comparison.calls += 1
-        for name, array in expected.items():
-            # A graph of another kind in this one's place may lack an output.
-            error = compare_arrays(found[name], array) if name in found else UNEQUAL
-            worst = comparison.outputs.get(name)
+        self.comparison.calls += 1
+        for name, error in self._errors(inputs, found, expected).items():
+            worst = self.comparison.outputs.get(name)
             if worst is None or error.scaled_error > worst.scaled_error:
-                comparison.outputs[name] = error
-            if name in _RANKINGS and name in found:
-                comparison.argmax[name] = _added(comparison.argmax.get(name), compare_argmax(found[name], array))
+                self.comparison.outputs[name] = error
         return reference
 
+    def _run(self, runner: GraphRunner, inputs: Tensors) -> Arrays:
+        dims: dict[str, int] = {}
+        for tensor in self._spec.flat_inputs():
+            for axis, dim in enumerate(tensor.dims):
+                if isinstance(dim, str):
+                    dims[DYNAMIC_DIMS[dim]] = inputs[tensor.name].shape[axis]
+        return runner.run(self._spec.name, {name: tensor.numpy() for name, tensor in inputs.items()}, dims)
 
-Call = Callable[[Tensors], Tensors]
+    def _errors(self, inputs: Tensors, found: Arrays, expected: Arrays) -> dict[str, ArrayComparison]:
+        # A graph of another kind in this one's place may lack an output.
+        present = {name: array for name, array in expected.items() if name in found}
+        errors = {name: UNEQUAL for name in expected if name not in found}
+        if {"token", "logits"} <= present.keys():
+            errors["token"] = self._compare_ids(found["token"], found["logits"], expected["logits"])
+        if {"verify_ids", "refined_logits"} <= present.keys() and found["verify_ids"].shape == expected["verify_ids"].shape:
+            scores = expected["refined_logits"]
+            comparable = self._comparable(inputs, scores)
+            drafts = _places(found["verify_ids"][:, 1:], found.get("candidates"))
+            errors["verify_ids"] = self._compare_ids(drafts, found["refined_logits"], scores, comparable)
+            if not np.array_equal(found["verify_ids"][:, 0], expected["verify_ids"][:, 0]):
+                errors["verify_ids"] = UNEQUAL
+            if found["refined_logits"].shape == scores.shape:
+                errors["refined_logits"] = compare_arrays(found["refined_logits"][comparable], scores[comparable])
+        return errors | {name: compare_arrays(found[name], array) for name, array in present.items() if name not in errors}
 
+    def _comparable(self, inputs: Tensors, scores: NDArray[Any]) -> Bools:
+        """The slots [B, P-1] whose last pass reads the same tokens wherever errors are within the tolerance."""
+        module = self._spec.module
+        assert isinstance(module, RefinerGraph), "only refiners give refined logits"
+        error = self.comparison.tolerance * max(1.0, float(np.abs(scores).max()))
+        passes = [
+            run_module(replace(self._spec, module=RefinerGraph(module.refiner, passes, module.shortlist)), inputs)["refined_logits"].numpy()
+            for passes in range(1, module.num_passes)
+        ]
+        return comparable_slots(passes, error) if passes else np.ones(scores.shape[:-1], np.bool_)
 
-class _Feed:
-    """The inputs of each graph's calls. ``calls[graph](call)`` makes them in order and keeps what later graphs read."""
-
-    def __init__(self, target: TargetCheckpoint, drafter: DrafterCheckpoint, options: BuildOptions) -> None:
-        self._generator = torch.Generator().manual_seed(20260802)
-        self._vocab_size = target.config.vocab_size
-        cache_rows = _PROMPT_ROWS + 4 * drafter.config.block_size
-        self._target_caches = _empty_caches(target.config, cache_rows)
-        self._drafter_caches = _empty_caches(drafter.config.backbone, cache_rows)
-        self._cache_rows = options.cache_rows
-        self._block_size = drafter.config.block_size
-        self._mask_token_id = drafter.config.mask_token_id
-        self._embeddings: list[Tensor] = []
-        self._taps: list[Tensor] = []
-        self._hidden: list[Tensor] = []
-        self._draft_hidden: list[Tensor] = []
-        self._base_logits: list[Tensor] = []
-        self._head: Call | None = None
-        refiners = {f"refiner-k{passes}": self._refiner for passes in options.num_passes}
-        self.calls: dict[str, Callable[[Call], None]] = {
-            "embed": self._embed,
-            "target": self._target,
-            "head": self._rank,
-            "drafter": self._drafter,
-            **refiners,
-            "accept": self._accept,
-        }
-
-    def _ids(self, *shape: int) -> Tensor:
-        return torch.randint(self._vocab_size, shape, generator=self._generator)
-
-    def _embed(self, call: Call) -> None:
-        block = self._ids(2, self._block_size)
-        block[:, 1:] = self._mask_token_id
-        # Every row of the table: a damaged one would show in few texts.
-        for first in range(0, self._vocab_size, _TABLE_ROWS):
-            call({"ids": torch.arange(first, min(first + _TABLE_ROWS, self._vocab_size))[None]})
-        for ids in (self._ids(2, _PROMPT_ROWS), self._ids(2, self._block_size), self._ids(2, 1), block):
-            self._embeddings.append(call({"ids": ids})["embeddings"])
-
-    def _target(self, call: Call) -> None:
-        caches = self._target_caches
-        # The second row was shorter: its second call overwrites rows of the first, as after a rejected block.
-        for embeddings, position in zip(self._embeddings, ([0, 0], [9, 6], [11, 9]), strict=False):
-            outputs = call({"embeddings": embeddings, "position": torch.tensor(position), **caches})
-            self._hidden.append(outputs["hidden"])
-            self._taps.append(outputs["taps"])
-            caches = _next_caches(outputs)
-
-    def _rank(self, call: Call) -> None:
-        self._head = call
-        last = torch.tensor([[_PROMPT_ROWS - 1], [5]])
-        call({"hidden": self._hidden[0], "rows": last})
-        call({"hidden": self._hidden[1], "rows": torch.arange(self._block_size).expand(2, -1).contiguous()})
-
-    def _drafter(self, call: Call) -> None:
-        caches = self._drafter_caches
-        block = self._embeddings[3]
-        draft_rows = torch.arange(1, self._block_size).expand(2, -1).contiguous()
-        assert self._head is not None, "the head is compared before the drafter"
-        # Prompt rows, a first block without new context, and one after different acceptances.
-        for taps, context, position in (
-            (self._taps[0], [0, 0], [9, 6]),
-            (self._taps[1], [9, 6], [9, 6]),
-            (self._taps[1], [9, 6], [9 + self._block_size, 7]),
-        ):
-            outputs = call(
-                {
-                    "embeddings": block,
-                    "taps": taps,
-                    "context_position": torch.tensor(context),
-                    "block_position": torch.tensor(position),
-                    **caches,
-                }
-            )
-            caches = _next_caches(outputs)
-            self._draft_hidden.append(outputs["hidden"])
-            self._base_logits.append(self._head({"hidden": outputs["hidden"], "rows": draft_rows})["logits"])
-
-    def _refiner(self, call: Call) -> None:
-        for hidden, base in zip(self._draft_hidden, self._base_logits, strict=True):
-            call({"hidden": hidden, "base_logits": base, "anchor": self._ids(2), "predecessor": self._ids(2)})
-
-    def _accept(self, call: Call) -> None:
-        for inputs in self._accept_cases():
-            call(inputs)
-
-    def _accept_cases(self) -> Iterator[Tensors]:
-        width = self._block_size
-        target = self._ids(2, width)
-        for accepted in range(width):
-            verify = torch.cat([self._ids(2, 1), target[:, :-1]], dim=1)
-            if accepted < width - 1:
-                verify[0, accepted + 1] = (verify[0, accepted + 1] + 1) % self._vocab_size
-            yield {
-                "verify_ids": verify,
-                "target_tokens": target,
-                "position": torch.tensor([40, 3]),
-                "predecessor": self._ids(2),
-                "active": torch.tensor([1, accepted % 2]),
-            }
-        # Plain decoding, up to and past the position from which rows are frozen.
-        for position in range(max(0, self._cache_rows - 4 * width), self._cache_rows, 2):
-            yield {
-                "verify_ids": self._ids(2, 1),
-                "target_tokens": self._ids(2, 1),
-                "position": torch.tensor([position, position + 1]),
-                "predecessor": self._ids(2),
-                "active": torch.tensor([1, 1]),
-            }
+    def _compare_ids(
+        self, ids: NDArray[Any], found: NDArray[Any], reference: NDArray[Any], comparable: Bools | None = None
+    ) -> ArrayComparison:
+        compared = compare_ids(ids, found, reference, comparable)
+        self.comparison.ids = compared if self.comparison.ids is None else self.comparison.ids + compared
+        return UNEQUAL if compared.different else ArrayComparison(0.0, 0.0, True)
 
 
 def by_candidate(outputs: Arrays) -> Arrays:
@@ -245,33 +182,9 @@ def by_candidate(outputs: Arrays) -> Arrays:
     return {**outputs, **{name: np.take_along_axis(outputs[name], order, axis=-1) for name in ("candidates", "refined_logits")}}
 
 
-def _empty_caches(config: Any, cache_rows: int) -> Tensors:
-    shape = (2, config.num_kv_heads, cache_rows, config.head_dim)
-    return {f"{kind}_cache.{layer}": torch.zeros(shape) for kind in ("key", "value") for layer in range(config.num_layers)}
-
-
-def _next_caches(outputs: Tensors) -> Tensors:
-    return {name.replace("_cache_out.", "_cache."): tensor for name, tensor in outputs.items() if "_cache_out." in name}
-
-
-def _dims(spec: GraphSpec, inputs: Tensors) -> dict[str, int]:
-    dims: dict[str, int] = {}
-    for tensor in spec.flat_inputs():
-        for axis, dim in enumerate(tensor.dims):
-            if isinstance(dim, str):
-                dims[dim] = inputs[tensor.name].shape[axis]
-    return dims
-
-
-def _flatten(outputs: Any) -> Iterator[Tensor]:
-    if isinstance(outputs, Tensor):
-        yield outputs
-    else:
-        for output in outputs:
-            yield from _flatten(output)
-
-
-def _added(total: ArgmaxComparison | None, more: ArgmaxComparison) -> ArgmaxComparison:
-    if total is None:
-        return more
-    return ArgmaxComparison(total.rows + more.rows, total.agreeing + more.agreeing)
+def _places(drafts: NDArray[Any], candidates: NDArray[Any] | None) -> NDArray[Any]:
+    """Where drafts [B, P-1] stand among their candidates [B, P-1, C]; -1 for one that is none of them."""
+    if candidates is None:
+        return drafts
+    same = candidates == drafts[..., None]
+    return np.where(same.any(-1), same.argmax(-1), -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,14 @@ from xpress_runtime.bundle import Bundle
 Arrays = dict[str, NDArray[Any]]
 
 
+class Runner(Protocol):
+    """What runs graphs by name."""
+
+    def run(self, graph: str, inputs: Arrays, dims: dict[str, int]) -> Arrays: ...
+
+    def cache_rows(self, num_tokens: int) -> int: ...
+
+
 class GraphRunner:
     """Graphs of a bundle on a backend, by name."""
 
@@ -21,15 +29,25 @@ class GraphRunner:
         self._backend = backend
         self._programs: dict[str, Program] = {}
 
-    def run(self, graph: str, inputs: Arrays, dims: dict[str, int]) -> Arrays:
-        """Run one graph; ``dims`` gives the length of each dynamic dim. The arrays given are copied first, so they stay as they are."""
+    def program(self, graph: str) -> Program:
+        """A graph of the backend's set, loaded once."""
         if graph not in self._programs:
-            self._programs[graph] = self._backend.load(self._bundle.graph_path(self._backend.graph_set, graph))
-        program = self._programs[graph]
+            self._programs[graph] = self._backend.load(self._bundle, graph)
+        return self._programs[graph]
+
+    def cache_rows(self, num_tokens: int) -> int:
+        """Rows that caches of ``num_tokens`` tokens must have: exactly as many, or what the graphs are fixed to."""
+        rows = self.program("target").inputs["key_cache.0"].dims[2]
+        return rows if isinstance(rows, int) else num_tokens
+
+    def run(self, graph: str, inputs: Arrays, dims: dict[str, int]) -> Arrays:
+        """Run one graph on copies of the arrays, floats cast to what it takes; ``dims`` gives the length of each dynamic dim."""
+        program = self.program(graph)
         buffers = {}
         for name, array in inputs.items():
-            buffers[name] = self._backend.allocate(array.shape, array.dtype)
-            buffers[name].write(array)
+            cast = array.astype(program.inputs[name].dtype) if array.dtype.kind == "f" and name in program.inputs else array
+            buffers[name] = self._backend.allocate(cast.shape, cast.dtype)
+            buffers[name].write(cast)
         for name, info in program.outputs.items():
             in_place = name.replace("_cache_out.", "_cache.")
             if in_place in inputs:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xpress_export.parity.compare import ArgmaxComparison, ArrayComparison, compare_argmax, compare_arrays
-from xpress_export.parity.runner import Arrays, GraphRunner, int64
+from xpress_export.parity.runner import Arrays, Runner, int64
 from xpress_runtime.manifest import Manifest
 
 
@@ -33,10 +33,10 @@ def compare_target(found: NDArray[Any], reference: NDArray[Any]) -> TargetCompar
     return TargetComparison(compare_arrays(found, reference), compare_argmax(found, reference))
 
 
-def target_logits(runner: GraphRunner, manifest: Manifest, tokens: Sequence[int]) -> NDArray[np.float32]:
+def target_logits(runner: Runner, manifest: Manifest, tokens: Sequence[int]) -> NDArray[np.float32]:
     """Logits [S, V] of a sequence through ``embed``, ``target`` and ``head``, in calls of the widths that a generation uses."""
     shape = manifest.target.caches
-    cache = np.zeros((1, shape.num_kv_heads, len(tokens), shape.head_dim), np.float32)
+    cache = np.zeros((1, shape.num_kv_heads, runner.cache_rows(len(tokens)), shape.head_dim), np.float32)
     caches: Arrays = {f"{kind}_cache.{layer}": cache for kind in ("key", "value") for layer in range(shape.num_layers)}
     logits = []
     position = 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,7 +15,9 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from xpress_runtime.backends.base import Buffer, TensorInfo
+from xpress_runtime.bundle import Bundle
 from xpress_runtime.errors import BundleError
+from xpress_runtime.sets import AttentionForm, Precision, set_name
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "tensor(float)": np.dtype(np.float32),
@@ -76,21 +80,51 @@ class OrtProgram:
         return BoundOrtProgram(self._session, binding, tuple(b for b in buffers.values() if isinstance(b, ArrayBuffer)))
 
 
+class ArrayReport:
+    """Everything has happened when its call returns, so a stage's time is the host's."""
+
+    def __init__(self, buffers: tuple[ArrayBuffer, ...]) -> None:
+        self._buffers = buffers
+        self._marks: list[float] = []
+        self._sent: tuple[list[NDArray[Any]], list[float]] = ([], [])
+
+    def begin(self) -> None:
+        self._marks = [time.perf_counter()]
+
+    def mark(self) -> None:
+        self._marks.append(time.perf_counter())
+
+    def send(self) -> None:
+        seconds = [end - start for start, end in pairwise(self._marks)]
+        self._sent = [buffer.read() for buffer in self._buffers], seconds
+
+    def wait(self) -> tuple[list[NDArray[Any]], list[float]]:
+        return self._sent
+
+
 class OrtCpuBackend:
-    """Runs the ``fp32-length`` graphs. ``threads`` is the number of threads of one operator."""
+    """Runs the ``fp32-length`` graphs; parity checks give it the masked graphs of a GPU as ``graph_set``.
+
+    ``threads`` is the number of threads of one operator.
+    """
 
     name = "ort-cpu"
-    graph_set = "fp32-length"
-    # The attention kernel works through every row of a cache, valid or not.
-    flexible_caches = True
+    rounds_in_flight = 1
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, graph_set: str = set_name(Precision.FP32, AttentionForm.LENGTH)) -> None:
         self.threads = threads or _usable_cores()
+        self.graph_set = graph_set
+        # The attention kernel works through every row of a cache, valid or not; masked graphs have caches of one length.
+        self.flexible_shapes = graph_set.endswith(f"-{AttentionForm.LENGTH.value}")
+
+    def admit(self, bundle: Bundle, num_rows: int) -> None:
+        """A system that swaps or overcommits has no figure to compare with."""
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ArrayBuffer:
         return ArrayBuffer(np.zeros(shape, dtype))
 
-    def load(self, path: Path) -> OrtProgram:
+    def load(self, bundle: Bundle, graph: str) -> OrtProgram:
+        path = bundle.graph_path(self.graph_set, graph)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
@@ -103,6 +137,12 @@ class OrtCpuBackend:
         except Exception as problem:
             first_line = str(problem).splitlines()[0]
             raise BundleError(f"ONNX Runtime {onnxruntime.__version__} cannot load {path}: {first_line}") from problem
+
+    def run_round(self, key: Hashable, queue: Callable[[], None]) -> None:  # noqa: ARG002
+        queue()
+
+    def report(self, buffers: Sequence[Buffer]) -> ArrayReport:
+        return ArrayReport(tuple(buffer for buffer in buffers if isinstance(buffer, ArrayBuffer)))
 
     def relayout(self, cache: Buffer, cache_rows: int, *, keep: bool) -> ArrayBuffer:
         assert isinstance(cache, ArrayBuffer)
@@ -119,6 +159,9 @@ class OrtCpuBackend:
 
     def synchronise(self) -> None:
         """Nothing is ever queued here."""
+
+    def close(self) -> None:
+        """Arrays go with the last who holds them."""
 
 
 def _usable_cores() -> int:

@@ -1,0 +1,64 @@
+"""A target and a drafter known by their config.json alone: checked as whole checkpoints are, with the tensors that the configs ask for.
+
+These have shapes and no values: modules are to be made under ``torch.device("meta")``, and identities say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from xpress_export.checkpoints.drafter import DrafterCheckpoint, drafter_plan, folded_tensors, read_drafter_config, refiner_plan
+from xpress_export.checkpoints.locate import CONFIG_FILE, Location, locate
+from xpress_export.checkpoints.packing import expected_tensors
+from xpress_export.checkpoints.pairing import check_pairing
+from xpress_export.checkpoints.target import EMBEDDING, HEAD, TargetCheckpoint, decoder_plan, read_target_config
+from xpress_runtime.errors import CheckpointError
+from xpress_runtime.fields import Fields
+
+
+class ShapesOnly:
+    """A tensor source without values."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+
+    def read(self, name: str) -> Tensor:
+        return torch.empty(self.shapes[name], device="meta")
+
+    def sha256(self) -> str:
+        return ""
+
+
+def open_pair_configs(
+    target: str, drafter: str, *, target_revision: str | None = None, drafter_revision: str | None = None
+) -> tuple[TargetCheckpoint, DrafterCheckpoint]:
+    """As open_pair, from folders of which config.json alone is read, such files themselves, or hub ids of which no more is fetched."""
+    opened = _open_target(target, target_revision), _open_drafter(drafter, drafter_revision)
+    check_pairing(*opened)
+    return opened
+
+
+def _open_target(reference: str, revision: str | None) -> TargetCheckpoint:
+    location = locate(reference, revision, config_only=True)
+    model_type, config = read_target_config(_fields(location), location)
+    table = (config.vocab_size, config.hidden_size)
+    tables = {EMBEDDING: table} if config.tied_embeddings else {EMBEDDING: table, HEAD: table}
+    return TargetCheckpoint(location, model_type, config, ShapesOnly(tables | expected_tensors(decoder_plan(config))), (), None)
+
+
+def _open_drafter(reference: str, revision: str | None) -> DrafterCheckpoint:
+    location = locate(reference, revision, config_only=True)
+    config, refiner = read_drafter_config(_fields(location))
+    shapes = expected_tensors(drafter_plan(config))
+    if refiner is not None:
+        shapes |= expected_tensors(refiner_plan(refiner)) | folded_tensors(refiner)
+    return DrafterCheckpoint(location, config, refiner, ShapesOnly(shapes), None, None)
+
+
+def _fields(location: Location) -> Fields:
+    path: Path = location.path
+    return Fields.from_file(path if path.suffix == ".json" and path.is_file() else path / CONFIG_FILE, CheckpointError)

@@ -1,0 +1,215 @@
+"""What a bundle will weigh, need and cost to build, from two configs alone.
+
+Sizes and memory come from the very modules that the export traces, made without values, and from the runtime's own formula. Peak memory and
+time of a build cannot be computed: they are scaled from measured builds of small models and keep their spread. Knows nothing about how
+figures are shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from xpress_export.build import ATTENTION_FORMS, drafter_record, target_record
+from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
+from xpress_export.graph_set import graph_makers
+from xpress_export.options import BuildOptions, cache_rows
+from xpress_runtime.manifest import FileRecord, GraphSet, Manifest
+from xpress_runtime.memory import MemoryNeed, memory_need
+from xpress_runtime.sets import Precision, set_name
+
+GPU_GIB = (8, 12, 16, 24)
+# For the driver, the CUDA context and the engines' activations. An assumption: no GPU was measured.
+GPU_RESERVE_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The lowest and the highest of a measured figure, or of what follows from it."""
+
+    low: float
+    high: float
+
+    def __mul__(self, factor: float) -> Spread:
+        return Spread(self.low * factor, self.high * factor)
+
+    def __add__(self, other: Spread | int) -> Spread:
+        low, high = (other, other) if isinstance(other, int) else (other.low, other.high)
+        return Spread(self.low + low, self.high + high)
+
+
+# Measured with torch 2.13.0 and tensorrt-rtx 1.7.1 (layout "shared") on two cores of a shared AMD EPYC virtual machine, checkpoints in the
+# page cache. Four models, as layers × hidden size and fp32 weights of the target's layers: SmolLM2-135M (30 × 576, 0.42 GB) and random ones
+# of 12 × 1024 (0.60 GB), 8 × 2048 (1.61 GB) and 4 × 4096 (3.09 GB, each layer as large as one of Qwen3-8B). Every measured peak and time is
+# within its spread. Times begin with an idle machine and end with one that had two to five processes on its two cores.
+MEASURED_ON = "measured builds of SmolLM2-135M and of random models with up to 3.1 GB of fp32 layers, on two cores"
+EXPORT_BASE_BYTES = 520_000_000
+# Copies of a graph's largest tensor, beside that and all of the graph's weights in fp32, which half precision is converted from.
+EXPORT_COPIES = Spread(3, 6.5)
+EXPORT_SECONDS = Spread(6, 28)
+EXPORT_SECONDS_PER_LAYER = Spread(0.4, 0.9)
+# Of fp32 weights.
+EXPORT_SECONDS_PER_GB = Spread(4, 9)
+# Kernels beside the weights: 0.2 to 11 MB an engine.
+ENGINE_CODE_BYTES = 5_000_000
+ENGINE_BASE_BYTES = 650_000_000
+# Peak above that, over the size of the largest engine.
+ENGINE_PEAK = Spread(2.75, 3.0)
+ENGINE_SECONDS = Spread(1, 2)
+ENGINE_SECONDS_PER_LAYER = Spread(0.1, 0.4)
+# Of engines.
+ENGINE_SECONDS_PER_GB = Spread(2.4, 9)
+# Peak of a process that generates with fp32 graphs, over what memory_need plans.
+CPU_PEAK = Spread(0.96, 1.14)
+
+
+@dataclass(frozen=True)
+class GpuFit:
+    """Whether a set's engines fit a GPU at the estimate's capacity and batch, and the largest capacity that does; None: not any."""
+
+    gib: int
+    fits: bool
+    largest_capacity: int | None
+
+
+@dataclass(frozen=True)
+class SetEstimate:
+    """Bytes of one graph set: the weights that each graph reads, and on disk, where a tensor of several graphs lies once.
+
+    Half-precision sets have ``engines``, in bytes by graph; ``memory`` is then the GPU's, for fp32 the host's.
+    """
+
+    graphs: Mapping[str, int]
+    on_disk: int
+    engines: Mapping[str, int]
+    memory: MemoryNeed
+    gpus: Sequence[GpuFit]
+
+
+@dataclass(frozen=True)
+class BuildCost:
+    """Scaled from measured builds, never measured at this size; parity and download not included. Sets and engines are built in turn."""
+
+    peak_bytes: Spread
+    seconds: Spread
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """``sets`` by name; ``engine_build`` None without a half-precision set."""
+
+    target_parameters: int
+    drafter_parameters: int
+    sets: Mapping[str, SetEstimate]
+    export: BuildCost
+    engine_build: BuildCost | None
+
+
+def estimate_bundle(
+    target: TargetCheckpoint, drafter: DrafterCheckpoint, options: BuildOptions, precisions: Sequence[Precision]
+) -> Estimate:
+    """The estimate for one graph set of each precision. Reads no tensor, so that checkpoints may be known by their configs alone."""
+    sets = {set_name(precision, ATTENTION_FORMS[precision]): _set(target, drafter, options, precision) for precision in precisions}
+    num_layers = target.config.num_layers + drafter.config.backbone.num_layers
+    layers, gigabytes = num_layers * len(sets), 4e-9 * (_parameters(target) + _parameters(drafter)) * len(sets)
+    weights = [list(tensors.values()) for tensors in _weights(target, drafter, options, Precision.FP32).values() if tensors]
+    peaks = [EXPORT_COPIES * max(sizes) + (EXPORT_BASE_BYTES + sum(sizes)) for sizes in weights]
+    export = BuildCost(
+        Spread(max(peak.low for peak in peaks), max(peak.high for peak in peaks)),
+        EXPORT_SECONDS * len(sets) + EXPORT_SECONDS_PER_LAYER * layers + EXPORT_SECONDS_PER_GB * gigabytes,
+    )
+    engines = [made.engines for made in sets.values() if made.engines]
+    engine_build = None
+    if engines:
+        sizes = [size for each in engines for size in each.values()]
+        engine_build = BuildCost(
+            ENGINE_PEAK * max(sizes) + ENGINE_BASE_BYTES,
+            ENGINE_SECONDS * len(engines)
+            + ENGINE_SECONDS_PER_LAYER * (num_layers * len(engines))
+            + ENGINE_SECONDS_PER_GB * (1e-9 * sum(sizes)),
+        )
+    return Estimate(_parameters(target), _parameters(drafter), sets, export, engine_build)
+
+
+def _set(target: TargetCheckpoint, drafter: DrafterCheckpoint, options: BuildOptions, precision: Precision) -> SetEstimate:
+    weights = _weights(target, drafter, options, precision)
+    graphs = {graph: sum(tensors.values()) for graph, tensors in weights.items()}
+    on_disk = sum(
+        {_stored_as(graph, name, target, drafter): size for graph, sizes in weights.items() for name, size in sizes.items()}.values()
+    )
+    graph_set = GraphSet(precision.value, ATTENTION_FORMS[precision].value, {})
+    if precision is Precision.FP32:
+        memory = memory_need(_manifest(target, drafter, options, graph_set, on_disk), graph_set, batch=options.batch)
+        return SetEstimate(graphs, on_disk, {}, memory, ())
+    # TensorRT-RTX folds the cast of the head's table into it, and so holds the table in fp32.
+    held = {graph: size * (2 if graph == "head" else 1) for graph, size in graphs.items()}
+    engines = {graph: size + ENGINE_CODE_BYTES for graph, size in held.items()}
+    # What a GPU holds of weights are its engines.
+    manifest = _manifest(target, drafter, options, graph_set, sum(engines.values()))
+    # Tables with a row for each position grow with the capacity as caches do.
+    longer = _weights(target, drafter, replace(options, cache_rows=options.cache_rows + 1), precision)
+    per_row = sum(sum(tensors.values()) for tensors in longer.values()) - sum(graphs.values())
+    gpus = tuple(_fit(gib, manifest, per_row) for gib in GPU_GIB)
+    return SetEstimate(graphs, on_disk, engines, memory_need(manifest, graph_set, batch=options.batch), gpus)
+
+
+def _weights(
+    target: TargetCheckpoint, drafter: DrafterCheckpoint, options: BuildOptions, precision: Precision
+) -> dict[str, dict[str, int]]:
+    """Bytes of every tensor of every graph, by graph and by the module's own name for it."""
+    weights = {}
+    with torch.device("meta"):
+        for graph, make in graph_makers(target, drafter, options, precision, ATTENTION_FORMS[precision]).items():
+            module = make().module
+            weights[graph] = {name: tensor.nbytes for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    return weights
+
+
+def _stored_as(graph: str, name: str, target: TargetCheckpoint, drafter: DrafterCheckpoint) -> str:
+    """One name for all tensors of a set that have the same content, which the export stores once."""
+    if graph == "head" and target.config.tied_embeddings:
+        graph = "embed"
+    elif graph == "drafter" and name.startswith("rotary.") and target.config.rope == drafter.config.backbone.rope:
+        graph = "target"
+    elif graph.startswith("refiner-"):
+        graph = "refiner"
+    return f"{graph}: {name}"
+
+
+def _manifest(target: TargetCheckpoint, drafter: DrafterCheckpoint, options: BuildOptions, graph_set: GraphSet, weights: int) -> Manifest:
+    """As much of the bundle's description as its need of memory follows from."""
+    return Manifest(
+        target=target_record(target),
+        drafter=drafter_record(drafter),
+        num_passes=options.num_passes,
+        shortlist=options.shortlist,
+        capacity=options.capacity,
+        cache_rows=options.cache_rows,
+        prefill_chunk=options.prefill_chunk,
+        batch=options.batch,
+        graph_sets=(graph_set,),
+        has_tokenizer=False,
+        files={f"graphs/{graph_set.name}/weights": FileRecord(weights, "")},
+        built_with={},
+    )
+
+
+def _fit(gib: int, manifest: Manifest, bytes_per_row: int) -> GpuFit:
+    def fits(capacity: int) -> bool:
+        rows = cache_rows(capacity, manifest.prefill_chunk, manifest.drafter.block_size)
+        need = memory_need(replace(manifest, capacity=capacity, cache_rows=rows), manifest.graph_sets[0], batch=manifest.batch)
+        return need.total + bytes_per_row * (rows - manifest.cache_rows) <= gib * 2**30 - GPU_RESERVE_BYTES
+
+    # Capacity 1 stands for none: 2 is the least that can be built.
+    low, high = 1, manifest.target.max_positions
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return GpuFit(gib, fits(manifest.capacity), low if low > 1 else None)
+
+
+def _parameters(checkpoint: TargetCheckpoint | DrafterCheckpoint) -> int:
+    return sum(math.prod(shape) for shape in checkpoint.tensors.shapes.values())
