@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 GPU_REPORT ?= gpu-report
 GPU_EXTRAS ?= cpu,rtx
+comma := ,
+GPU_STAMP := .installed-gpu-check-$(subst $(comma),-,$(GPU_EXTRAS))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check gpu-check clean
@@ -25,7 +27,7 @@ check: $(VENV)/.installed-dev  ## linter, formatting, types
 	$(VENV)/bin/python -m mypy
 
 # GPU_EXTRAS=gpu checks TensorRT and ONNX Runtime's CUDA provider; not in one environment with cpu, so give it a VENV of its own.
-gpu-check: $(VENV)/.installed-gpu  ## on a machine with a GPU: check engines, tokens, times and memory; the report is in GPU_REPORT
+gpu-check: $(VENV)/$(GPU_STAMP)  ## on a machine with a GPU: check engines, tokens, times and memory; the report is in GPU_REPORT
 	$(VENV)/bin/python benchmarks/gpu_check.py --output $(GPU_REPORT)
 
 clean:  ## back to a fresh clone; the demo's download cache outside the checkout stays
@@ -42,7 +44,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[cpu,export,rtx,dev]'
 	touch $@
 
-$(VENV)/.installed-gpu: pyproject.toml
+$(VENV)/$(GPU_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[export,$(GPU_EXTRAS)]'
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[export,dev,$(GPU_EXTRAS)]'
 	touch $@

@@ -121,7 +121,9 @@ def drafter_record(drafter: DrafterCheckpoint) -> DrafterRecord:
 
 def _origin(checkpoint: TargetCheckpoint | DrafterCheckpoint) -> Origin:
     location = checkpoint.location
-    return Origin(location.source, location.revision, checkpoint.licence, checkpoint.identity())
+    # A folder is found again from anywhere; only what came from the hub has a revision.
+    source = location.source if location.revision is not None else str(location.path.absolute())
+    return Origin(source, location.revision, checkpoint.licence, checkpoint.identity())
 
 
 def _cache_shape(config: DecoderConfig) -> CacheShape:

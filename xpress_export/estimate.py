@@ -21,7 +21,7 @@ from xpress_runtime.manifest import FileRecord, GraphSet, Manifest
 from xpress_runtime.memory import MemoryNeed, memory_need
 from xpress_runtime.sets import Precision, set_name
 
-GPU_GIB = (8, 12, 16, 24)
+GPU_GIB = (8, 12, 16, 24, 32, 48, 80)
 # For the driver, the CUDA context and the engines' activations. An assumption: no GPU was measured.
 GPU_RESERVE_BYTES = 2**30
 

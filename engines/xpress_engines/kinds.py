@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,12 +36,14 @@ KINDS = {
     "tensorrt": EngineKind("tensorrt", "tensorrt", "tensorrt", "gpu", "pinned", (), has_timing_cache=True),
 }
 
+_WRITTEN = re.compile(r"\d+\.\d")
+
 # What TensorRT-RTX cannot be asked for, each with the reason.
 _NOT_FOR_RTX = {
     "7.5": "Turing has no fp32 matrix products there, and the graphs hold some: fc and the logits",
-    "9.0": "TensorRT-RTX does not cover Hopper (H100, H200); use --kind tensorrt on that machine",
-    "10.0": "TensorRT-RTX does not cover data-centre Blackwell (B100, B200); use --kind tensorrt on that machine",
-    "10.3": "TensorRT-RTX does not cover data-centre Blackwell (B300); use --kind tensorrt on that machine",
+    "9.0": "TensorRT-RTX does not cover Hopper (H100, H200); build kind tensorrt on that machine",
+    "10.0": "TensorRT-RTX does not cover data-centre Blackwell (B100, B200); build kind tensorrt on that machine",
+    "10.3": "TensorRT-RTX does not cover data-centre Blackwell (B300); build kind tensorrt on that machine",
 }
 
 
@@ -79,7 +82,8 @@ def resolve_compute_capabilities(kind: EngineKind, wanted: Sequence[str]) -> tup
         return (_gpu_compute_capability(kind),)
     for capability in wanted:
         if capability not in known:
-            reason = _NOT_FOR_RTX.get(capability, "unknown to TensorRT-RTX")
+            unknown = "unknown to TensorRT-RTX" if _WRITTEN.fullmatch(capability) else "not written like 8.9"
+            reason = _NOT_FOR_RTX.get(capability, unknown)
             raise OptionError(f"--compute-capability {capability}: {reason}; expected some of {', '.join(known)}")
     return tuple(capability for capability in known if not wanted or capability in wanted)
 
@@ -97,7 +101,7 @@ def _gpu_compute_capability(kind: EngineKind) -> str:
         if status != runtime.cudaError_t.cudaSuccess:
             raise EnvironmentProblem(
                 f"engines of kind {kind.name} are built for the GPU present, and none can be used here ({status.name}); "
-                "build on the GPU machine, or use --kind tensorrt-rtx, which needs none"
+                "build on the GPU machine, or build kind tensorrt-rtx, which needs none"
             )
         numbers.append(str(number))
     return ".".join(numbers)

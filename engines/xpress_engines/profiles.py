@@ -77,7 +77,7 @@ def _read(fields: Fields) -> ProfileSet:
         batch=fields.integer("batch", 1, MAX_BATCH),
         capacity=fields.integer("capacity", 2),
         layout=layout,
-        description=fields.text("description"),
+        description=fields.text("description") if "description" in fields else "",
     )
 
 

@@ -14,7 +14,7 @@ from xpress_runtime.version import VERSION
 
 if TYPE_CHECKING:
     from xpress_runtime.bundle import Bundle
-    from xpress_runtime.errors import UserError, XpressError
+    from xpress_runtime.errors import BundleError, EnvironmentProblem, OptionError, PromptError, UserError, XpressError
     from xpress_runtime.generation import GenerationConfig, GenerationResult, Piece
     from xpress_runtime.session import GenerationStream, Session, WarningThresholds
     from xpress_runtime.stats import GenerationStats
@@ -23,11 +23,15 @@ __version__ = VERSION
 
 __all__ = [
     "Bundle",
+    "BundleError",
+    "EnvironmentProblem",
     "GenerationConfig",
     "GenerationResult",
     "GenerationStats",
     "GenerationStream",
+    "OptionError",
     "Piece",
+    "PromptError",
     "Session",
     "UserError",
     "WarningThresholds",
@@ -37,11 +41,15 @@ __all__ = [
 
 _HOMES = {
     "Bundle": "bundle",
+    "BundleError": "errors",
+    "EnvironmentProblem": "errors",
     "GenerationConfig": "generation",
     "GenerationResult": "generation",
     "GenerationStats": "stats",
     "GenerationStream": "session",
+    "OptionError": "errors",
     "Piece": "generation",
+    "PromptError": "errors",
     "Session": "session",
     "UserError": "errors",
     "WarningThresholds": "session",

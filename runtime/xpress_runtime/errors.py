@@ -59,4 +59,6 @@ class MissingExtraError(EnvironmentProblem):
     """A package of an optional extra is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed; install it with: pip install 'xpress-export[{extra}]'")
+        # Two packages of the same import name would overwrite each other's files.
+        apart = " in an environment without onnxruntime" if extra == "gpu" else ""
+        super().__init__(f"{package} is not installed; install it with: pip install 'xpress-export[{extra}]'{apart}")

@@ -139,7 +139,8 @@ class Manifest:
             if graph_set.name == name:
                 return graph_set
         names = ", ".join(graph_set.name for graph_set in self.graph_sets)
-        raise BundleError(f"the bundle holds no graph set {name} (it holds: {names}); build it again with the precision you need")
+        precision = name.partition("-")[0]
+        raise BundleError(f"the bundle holds no graph set {name} (it holds: {names}); build it again with --precision {precision}")
 
 
 def read_manifest(fields: Fields) -> Manifest:

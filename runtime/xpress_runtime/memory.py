@@ -29,8 +29,13 @@ class MemoryNeed:
         return self.weights + self.target_caches + self.drafter_caches + self.working
 
 
-def memory_need(manifest: Manifest, graph_set: GraphSet, *, capacity: int | None = None, batch: int = 1) -> MemoryNeed:
-    """What ``graph_set`` needs for ``batch`` rows of ``capacity`` tokens (default: the bundle's own)."""
+def memory_need(
+    manifest: Manifest, graph_set: GraphSet, *, capacity: int | None = None, batch: int = 1, weights: int | None = None
+) -> MemoryNeed:
+    """What ``graph_set`` needs for ``batch`` rows of ``capacity`` tokens (default: the bundle's own).
+
+    ``weights`` in bytes where they are not those of the graphs' files, as with engines.
+    """
     element = Precision(graph_set.precision).element_bytes
     overhang = manifest.cache_rows - manifest.capacity
     cache_rows = (manifest.capacity if capacity is None else capacity) + overhang
@@ -40,7 +45,7 @@ def memory_need(manifest: Manifest, graph_set: GraphSet, *, capacity: int | None
     features = (2 + len(drafter.tap_layers)) * target.hidden_size
     feature_rows = max(manifest.prefill_chunk, batch * drafter.block_size) + batch * drafter.block_size
     return MemoryNeed(
-        weights=sum(record.bytes for name, record in manifest.files.items() if name.startswith(folder)),
+        weights=sum(record.bytes for name, record in manifest.files.items() if name.startswith(folder)) if weights is None else weights,
         target_caches=element * target.caches.elements(batch, cache_rows),
         drafter_caches=element * drafter.caches.elements(batch, cache_rows),
         working=_LOGIT_BYTES * num_slots * target.vocab_size + element * feature_rows * features,

@@ -37,7 +37,7 @@ def test_engine_into_a_bundle_and_inspect(half: Built, copied: Callable[[Bundle]
     assert "peak memory" in shown[3]
     assert [line.split()[0] for line in shown[6:]] == GRAPHS
     assert (bundle.folder / "bundle.json").read_bytes() == before
-    assert invoke("inspect", bundle.folder).assert_done().out.endswith(result.out)
+    assert result.out in invoke("inspect", bundle.folder).assert_done().out
     held = json.loads(invoke("inspect", bundle.folder, "--json").assert_done().out)["engines"]
     assert held == {RTX: json.loads((bundle.folder / "engines" / RTX / "engines.json").read_text(encoding="utf-8"))}
 
@@ -58,7 +58,7 @@ def test_damaged_engines_do_not_hide_a_good_bundle(engined: Bundle, copied: Call
     bundle = copied(engined)
     (bundle.folder / "engines" / RTX / "head.engine").write_bytes(b"")
     shown = invoke("inspect", bundle.folder).assert_done().out
-    assert f"engines {RTX} cannot be used: " in shown.splitlines()[-1]
+    assert f"engines {RTX} cannot be used: " in shown
     held = json.loads(invoke("inspect", bundle.folder, "--json").assert_done().out)["engines"]
     assert "head.engine has 0 bytes" in held[RTX]["problem"]
 

@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from xpress_export.parity.compare import ArgmaxComparison, compare_argmax, compare_arrays, top_margin
+from xpress_export.models.precision import DTYPES
+from xpress_export.parity.compare import ArgmaxComparison, compare_argmax, compare_arrays, tolerance, top_margin
 from xpress_export.parity.target import compare_target
+from xpress_runtime.sets import Precision
 
 LARGEST = sys.float_info.max
 INFINITE = float("inf")
@@ -116,3 +119,14 @@ def test_target_with_another_argmax_fails(value: float) -> None:
     found = REFERENCE.copy()
     found[3] = value
     assert not compare_target(found[None], REFERENCE[None]).passed(1e-4)
+
+
+def test_tolerances_are_whole_roundings() -> None:
+    """Half precision: as many roundings as may add up, of the bits that the precision has."""
+    assert tolerance(Precision.FP32) == 1e-4
+    for precision, bits in ((Precision.FP16, 11), (Precision.BF16, 8)):
+        rounding = 2.0**-bits
+        assert torch.finfo(DTYPES[precision]).eps / 2 == rounding
+        assert tolerance(precision, "embed") == rounding
+        assert tolerance(precision, "refiner-k2") == tolerance(precision, "head") == 8 * rounding
+        assert 20 * rounding <= tolerance(precision, "drafter") == tolerance(precision, "target") < 0.2

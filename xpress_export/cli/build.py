@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xpress_export.cli.options import build_options, checkpoint_options, combined, engine_options, json_option
+from xpress_export.cli.options import build_options, checkpoint_options, combined, engine_options, json_option, with_profile
 from xpress_export.cli.progress import progress
 from xpress_export.cli.quiet import quiet_libraries
+from xpress_export.cli.show import engine_lines
 from xpress_runtime.errors import OptionError
 
 if TYPE_CHECKING:
@@ -56,14 +57,12 @@ def command(
     from xpress_export.staging import refuse_existing
     from xpress_runtime.backends import open_backend
     from xpress_runtime.bundle import Bundle
+    from xpress_runtime.engines import open_engines
     from xpress_runtime.manifest import Manifest
     from xpress_runtime.sets import Precision
 
     refuse_existing(output, replace=force)
     requests, chosen = _engine_requests(engines, profile, compute_capability, timing_cache)
-    for name in ("capacity", "batch", "prefill_chunk"):
-        if chosen is not None and options[name] is None:
-            options[name] = getattr(chosen, name)
     built = [Precision(name) for name in dict.fromkeys(precisions or (["fp32", "fp16"] if engines else ["fp32"]))]
     half = [precision for precision in built if precision is not Precision.FP32]
     if engines and not half:
@@ -73,7 +72,7 @@ def command(
         open_backend("ort-cpu")
     quiet_libraries()
     target_checkpoint, drafter_checkpoint = open_pair(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
-    resolved = resolve_options(target_checkpoint, drafter_checkpoint, **options)
+    resolved = resolve_options(target_checkpoint, drafter_checkpoint, **with_profile(profile, options))
     num_graphs = len(graph_names(resolved))
     with progress("build", num_graphs * (len(built) + len(requests)) + 2, quiet=as_json) as report:
 
@@ -102,6 +101,8 @@ def command(
     if as_json:
         click.echo(json.dumps({"bundle": str(output), "parity": bundle.manifest.parity}))
     else:
+        for request in requests:
+            click.echo("\n".join(engine_lines(open_engines(bundle, request.kind.name, verify=False).manifest)))
         click.echo(f"bundle: {output}")
     if bundle.manifest.parity is not None:
         from xpress_export.parity.report import require_passed

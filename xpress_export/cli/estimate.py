@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xpress_export.cli.options import PassesType, combined
+from xpress_export.cli.options import PassesType, combined, with_profile
 from xpress_export.cli.quiet import quiet_libraries
 from xpress_export.cli.show import size, table
 from xpress_runtime.sets import Precision
@@ -18,18 +18,6 @@ if TYPE_CHECKING:
     from xpress_export.estimate import BuildCost, Estimate
     from xpress_export.options import BuildOptions
     from xpress_runtime.memory import MemoryNeed
-
-
-class PrecisionsType(click.ParamType["tuple[Precision, ...]"]):
-    """A comma-separated list of precisions, such as ``fp32,fp16``."""
-
-    name = "PRECISION[,…]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Precision, ...]:
-        try:
-            return tuple(dict.fromkeys(Precision(part) for part in str(value).split(",")))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of {', '.join(precision.value for precision in Precision)}", param, ctx)
 
 
 estimate_options = combined(
@@ -43,7 +31,14 @@ estimate_options = combined(
     click.option("--num-passes", type=PassesType(), help="Estimate: Jacobi passes to build. Default: the checkpoint's."),
     click.option("--shortlist", type=click.IntRange(0), help="Estimate: candidates of a slot; 0: all. Default: the checkpoint's."),
     click.option("--prefill-chunk", type=click.IntRange(1, 8192), help="Estimate: prompt tokens that run at once. Default: 128."),
-    click.option("--precision", "precisions", type=PrecisionsType(), help="Estimate: graph sets to build. Default: fp32,fp16."),
+    click.option("--profile", help="Estimate: edge, server or a TOML file: defaults of --capacity, --batch and --prefill-chunk."),
+    click.option(
+        "--precision",
+        "precisions",
+        type=click.Choice([precision.value for precision in Precision]),
+        multiple=True,
+        help="Estimate: graphs to build; may be given several times. Default: fp32 and fp16.",
+    ),
 )
 
 
@@ -53,7 +48,8 @@ def shown_estimate(
     drafter: str | None,
     target_revision: str | None,
     drafter_revision: str | None,
-    precisions: tuple[Precision, ...] | None,
+    profile: str | None,
+    precisions: tuple[str, ...],
     as_json: bool,
     **options: Any,
 ) -> str:
@@ -66,8 +62,9 @@ def shown_estimate(
 
     quiet_libraries()
     opened = open_pair_configs(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
-    resolved = resolve_options(*opened, **options)
-    estimate = estimate_bundle(*opened, resolved, precisions or (Precision.FP32, Precision.FP16))
+    resolved = resolve_options(*opened, **with_profile(profile, options))
+    wanted = [Precision(name) for name in dict.fromkeys(precisions or ("fp32", "fp16"))]
+    estimate = estimate_bundle(*opened, resolved, wanted)
     return _json(estimate, resolved) if as_json else _text(*opened, estimate, resolved)
 
 
@@ -131,7 +128,7 @@ def _memory_lines(estimate: Estimate, options: BuildOptions) -> list[str]:
     kept = f"{size(GPU_RESERVE_BYTES)} is kept for driver, CUDA context and activations: assumed, not measured."
     for name, made in estimate.sets.items():
         if made.gpus:
-            fits = [[f"{gpu.gib} GB", "yes" if gpu.fits else "no", str(gpu.largest_capacity or "none")] for gpu in made.gpus]
+            fits = [[f"{gpu.gib} GiB", "yes" if gpu.fits else "no", str(gpu.largest_capacity or "none")] for gpu in made.gpus]
             question = f"Do {name} engines fit at capacity {options.capacity}, batch {options.batch}? {kept}"
             lines += ["", question, table(["GPU", "fits", "largest capacity that fits"], fits)]
     return lines

@@ -62,15 +62,16 @@ def command(
             if not as_json and session.tokenizer is not None:
                 click.echo(piece.text, nl=stream.finished)
         result = stream.result
+        backend = session.backend.name
     if as_json:
-        fields = {"text": result.text, "tokens": result.tokens, "finish_reason": result.finish_reason, "stats": result.stats.to_json()}
-        click.echo(json.dumps(fields))
+        fields = {"text": result.text, "tokens": result.tokens, "finish_reason": result.finish_reason}
+        click.echo(json.dumps({**fields, "backend": backend, "stats": result.stats.to_json()}))
         return
     if session.tokenizer is None:
         # There is no text, and the ids are the answer.
         click.echo(",".join(str(token) for token in result.tokens))
     if stats:
-        for line in stats_lines(result):
+        for line in (f"backend: {backend}", *stats_lines(result)):
             click.echo(line, err=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ def command(
     if bundle is None:
         raise click.UsageError("Missing argument 'BUNDLE'", click.get_current_context())
     for name, value in estimated.items():
-        if value is not None:
+        if value:
             option = "precision" if name == "precisions" else name.replace("_", "-")
             raise click.UsageError(f"--{option} is for --estimate", click.get_current_context())
     from xpress_runtime.bundle import Bundle
@@ -53,11 +54,9 @@ def command(
     engines = _engines(opened, verify=not no_verify)
     if as_json:
         held = {kind: {"problem": found} if isinstance(found, str) else found.to_json() for kind, found in engines.items()}
-        click.echo(json.dumps({**manifest.to_json(), "memory": _memory(manifest, capacity, batch), "engines": held}))
+        click.echo(json.dumps({**manifest.to_json(), "memory": _memory(manifest, engines, capacity, batch), "engines": held}))
         return
-    click.echo(_shown(manifest, capacity, batch))
-    for kind, found in engines.items():
-        click.echo("\n" + (f"engines {kind} cannot be used: {found}" if isinstance(found, str) else "\n".join(engine_lines(found))))
+    click.echo(_shown(manifest, engines, capacity, batch))
 
 
 def _engines(bundle: Bundle, *, verify: bool) -> dict[str, EngineManifest | str]:
@@ -74,19 +73,21 @@ def _engines(bundle: Bundle, *, verify: bool) -> dict[str, EngineManifest | str]
     return found
 
 
-def _memory(manifest: Manifest, capacity: int, batch: int) -> dict[str, dict[str, Any]]:
+def _memory(manifest: Manifest, engines: Mapping[str, EngineManifest | str], capacity: int, batch: int) -> dict[str, dict[str, Any]]:
+    """By graph set, and by kind of engines that can be used."""
     from dataclasses import asdict
 
     from xpress_runtime.memory import memory_need
 
-    needs = {}
-    for graph_set in manifest.graph_sets:
-        need = memory_need(manifest, graph_set, capacity=capacity, batch=batch)
-        needs[graph_set.name] = {"capacity": capacity, "batch": batch, **asdict(need), "total": need.total}
-    return needs
+    sizes = {"capacity": capacity, "batch": batch}
+    needs = {graph_set.name: memory_need(manifest, graph_set, **sizes) for graph_set in manifest.graph_sets}
+    for kind, found in engines.items():
+        if not isinstance(found, str):
+            needs[f"engines {kind}"] = memory_need(manifest, manifest.graph_set(found.graph_set), **sizes, weights=found.bytes)
+    return {name: {**sizes, **asdict(need), "total": need.total} for name, need in needs.items()}
 
 
-def _shown(manifest: Manifest, capacity: int, batch: int) -> str:
+def _shown(manifest: Manifest, engines: Mapping[str, EngineManifest | str], capacity: int, batch: int) -> str:
     target, drafter = manifest.target, manifest.drafter
     refiner = "none (bare DFlash)" if drafter.refiner_rank is None else f"xPress, rank {drafter.refiner_rank}"
     lines = [
@@ -109,13 +110,16 @@ def _shown(manifest: Manifest, capacity: int, batch: int) -> str:
             shown = ", ".join(f"{count} {operator}" for operator, count in counts[:5]) + (", …" if len(counts) > 5 else "")
             rows.append([name, size(manifest.files[graph.file].bytes), str(sum(graph.operators.values())), shown])
         lines += ["", f"graphs {graph_set.name}", table(["graph", "file", "operators", "most frequent"], rows)]
-    for name, need in _memory(manifest, capacity, batch).items():
+    for kind, found in engines.items():
+        lines += ["", *([f"engines {kind} cannot be used: {found}"] if isinstance(found, str) else engine_lines(found))]
+    for name, need in _memory(manifest, engines, capacity, batch).items():
         parts = " + ".join(
             f"{part.replace('_', ' ')} {size(need[part])}" for part in ("weights", "target_caches", "drafter_caches", "working")
         )
         lines += ["", f"memory for {name}, capacity {capacity}, batch {batch}: {size(need['total'])} = {parts}"]
-    total = sum(record.bytes for record in manifest.files.values())
-    lines += ["", f"{len(manifest.files)} files, {size(total)}"]
+    sizes = [record.bytes for record in manifest.files.values()]
+    sizes += [engine.bytes for found in engines.values() if not isinstance(found, str) for engine in found.engines.values()]
+    lines += ["", f"{len(sizes)} files, {size(sum(sizes))}"]
     return "\n".join(lines)
 
 

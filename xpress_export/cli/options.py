@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +113,14 @@ warning_options = combined(
     click.option("--warn-acceptance", type=float, default=0.02, show_default=True, help="Warn below this acceptance rate."),
     click.option("--warn-round-ms", type=float, default=5000.0, show_default=True, help="Warn above this mean round time."),
 )
+
+
+def with_profile(profile: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Build options with a profile's capacity, batch and prefill chunk where they were not given; OptionError."""
+    if profile is None:
+        return dict(options)
+    from xpress_engines.profiles import load_profile
+
+    chosen = load_profile(profile)
+    defaults = {name: getattr(chosen, name) for name in ("capacity", "batch", "prefill_chunk")}
+    return {**options, **{name: value for name, value in defaults.items() if options[name] is None}}

@@ -62,8 +62,10 @@ def command(
     options: dict[str, Any] = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     if prompts is not None:
         options["prompts"] = _read_prompts(prompts)
-    target_checkpoint = open_target(*_whereabouts("target", target, opened.manifest.target.origin))
-    drafter_checkpoint = open_drafter(*_whereabouts("drafter", drafter, opened.manifest.drafter.origin))
+    # Both places first: opening a target may take long.
+    target_place = _whereabouts("target", target, opened.manifest.target.origin)
+    drafter_place = _whereabouts("drafter", drafter, opened.manifest.drafter.origin)
+    target_checkpoint, drafter_checkpoint = open_target(*target_place), open_drafter(*drafter_place)
     check_same_checkpoints(opened, target_checkpoint, drafter_checkpoint)
     opened = run_parity(opened, target_checkpoint, drafter_checkpoint, graph_sets=graph_sets, threads=threads, as_json=as_json, **options)
     assert opened.manifest.parity is not None

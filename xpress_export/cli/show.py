@@ -41,7 +41,7 @@ def engine_lines(manifest: EngineManifest) -> list[str]:
         f"  compute capabilities {', '.join(manifest.compute_capabilities)}",
         f"  profiles {calls} (rows × tokens), layout {profile.layout}; capacity {profile.capacity}",
         f"  {size(manifest.bytes)}, built in {manifest.build_seconds:.0f} s{peak}",
-        table(["graph", "engine", "layers", "shapes", "seconds"], rows),
+        table(["graph", "engine", "layers", "ranges of shapes", "seconds"], rows),
     ]
 
 

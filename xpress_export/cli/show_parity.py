@@ -13,12 +13,14 @@ Entry = Mapping[str, Any]
 
 def shown_parity(parity: Entry) -> str:
     """Tables and lines: errors, value ranges, generation with its divergences, acceptance."""
-    rows = [_error_row(name, graph, _agreement(graph["ids"])) for name, graph in parity["graphs"].items()]
+    rows = [_error_row(name, graph, graph["tolerance"], _agreement(graph["ids"])) for name, graph in parity["graphs"].items()]
     target = parity["target"]
-    rows.append(_error_row("target / transformers", target, f"{target['argmax']['agreeing']}/{target['argmax']['rows']}"))
+    rows.append(
+        _error_row("target / transformers", target, parity["tolerance"], f"{target['argmax']['agreeing']}/{target['argmax']['rows']}")
+    )
     lines = [
         f"{parity['graph_set']}, compared in {parity['compared_in']}",
-        table(["compared with PyTorch", "largest error", "relative", "same best token", "result"], rows),
+        table(["compared with PyTorch", "largest error", "relative", "allowed", "same best token", "result"], rows),
     ]
     lines += _ties(parity["graphs"]["head"]["ids"])
     lines += _ranges(parity["graphs"])
@@ -36,8 +38,9 @@ def shown_parity(parity: Entry) -> str:
     return "\n".join([*lines, *_acceptance(parity.get("acceptance", {}))])
 
 
-def _error_row(name: str, entry: Entry, agreement: str) -> list[str]:
-    return [name, shown_error(entry["max_abs_error"]), shown_error(entry["scaled_error"]), agreement, _verdict(entry)]
+def _error_row(name: str, entry: Entry, allowed: float, agreement: str) -> list[str]:
+    errors = [shown_error(entry["max_abs_error"]), shown_error(entry["scaled_error"]), f"{allowed:.1e}"]
+    return [name, *errors, agreement, _verdict(entry)]
 
 
 def _agreement(ids: Entry | None) -> str:

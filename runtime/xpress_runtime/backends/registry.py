@@ -23,6 +23,8 @@ from xpress_runtime.sets import AttentionForm, Precision, set_name
 logger = logging.getLogger("xpress_runtime.backends")
 
 BACKEND_NAMES = ("tensorrt", "tensorrt-rtx", "ort-cuda", "ort-trt-rtx", "ort-cpu")
+# Those that compile kernels for the GPU when they load, and can keep them.
+COMPILING = ("tensorrt-rtx",)
 CPU_GRAPH_SET = set_name(Precision.FP32, AttentionForm.LENGTH)
 
 
@@ -62,6 +64,10 @@ def open_backend(
         for candidate, missing in statuses.items():
             reason = missing or _not_in(bundle, candidate)
             if not reason:
+                logger.info("backend %s is used", candidate)
+                if runtime_cache is not None and candidate not in COMPILING:
+                    logger.warning("a runtime cache is of no use to backend %s, which compiles nothing at run time", candidate)
+                    runtime_cache = None
                 return _create(candidate, threads, runtime_cache)
             statuses[candidate] = reason
             logger.info("backend %s is passed over: %s", candidate, reason)
