@@ -109,6 +109,8 @@ def add_engines(bundle: Bundle, options: EngineOptions, *, replace: bool = False
 def refuse_existing_engines(bundle: Bundle, kind: str, *, replace: bool) -> None:
     """OutputError where the folder of a kind cannot be written, or holds engines and ``replace`` is not given."""
     folder = engines_folder(bundle, kind)
+    if folder.parent.is_symlink():
+        raise OutputError(f"{folder.parent} is a link; {_ADVICE}")
     if folder.is_dir() and not folder.is_symlink() and not replace:
         raise OutputError(f"{bundle.folder} holds engines of kind {kind} already; --force builds them again")
     refuse_existing(folder, replace=replace, advice=_ADVICE)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,10 +29,12 @@ from xpress_runtime.errors import CheckFailed, EnvironmentProblem, OptionError
 
 Report = Callable[[str], None]
 
-WORKER = (sys.executable, "-m", "xpress_engines.worker")
+# -P: what lies in the current folder is not imported.
+WORKER = (sys.executable, "-P", "-m", "xpress_engines.worker")
 _BUILT_WITH = ("polygraphy", "onnx")
 # TensorRT looks for a GPU and says so when it finds none, which is no error here.
 _NO_ERROR = "catchCudaError"
+_MAX_REASON = 600
 
 
 @dataclass(frozen=True)
@@ -184,8 +187,13 @@ def _raise_for_end(status: int, graph: str, package: str, log: IO[bytes]) -> Non
 
 
 def _first_error(log: IO[bytes]) -> str | None:
-    lines = (line.removeprefix("[E]").strip() for line in _text(log).splitlines() if line.startswith("[E]"))
-    return next((line[:400] for line in lines if _NO_ERROR not in line), None)
+    lines = _text(log).splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith("[E]") and _NO_ERROR not in line:
+            # The reason often stands in the lines behind the first.
+            rest = takewhile(lambda line: not line.startswith("["), lines[number + 1 :])
+            return " ".join([line.removeprefix("[E]").strip(), *(line.strip() for line in rest)])[:_MAX_REASON]
+    return None
 
 
 def _text(log: IO[bytes]) -> str:

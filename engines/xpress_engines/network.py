@@ -58,6 +58,24 @@ _MOVING = {
     "FILL",
     "SELECT",
 }
+# What the bound of attention is made of: columns compared with positions.
+_BOUNDING = {
+    "Add",
+    "Cast",
+    "Concat",
+    "Constant",
+    "Expand",
+    "Gather",
+    "Identity",
+    "Less",
+    "LessOrEqual",
+    "Range",
+    "Reshape",
+    "Shape",
+    "Slice",
+    "Squeeze",
+    "Unsqueeze",
+}
 _FLOATS = {"FLOAT", "HALF", "BF16"}
 PRECISIONS = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "BF16"}
 
@@ -109,6 +127,16 @@ class _Parsed:
             waiting += inputs(self.producers[one.name])
         return False
 
+    def computed_by(self, tensor: Any) -> list[Any]:
+        """Every layer that the tensor is computed by, from the network's inputs on."""
+        waiting, found = [tensor], {}
+        while waiting:
+            layer = self.producers.get(waiting.pop().name)
+            if layer is not None and layer.name not in found:
+                found[layer.name] = layer
+                waiting += inputs(layer)
+        return list(found.values())
+
     def moved_from(self, tensor: Any) -> set[str]:
         """Names of the inputs and results whose values the tensor holds, rearranged at most."""
         waiting, names = [tensor], set()
@@ -130,6 +158,11 @@ def node_name(layer: Any) -> str:
     """The ONNX node that a layer comes from; empty for the parser's helper layers."""
     found = re.fullmatch(r"\[ONNX Layer: (.*)\]", layer.metadata)
     return found[1] if found else ""
+
+
+def contract_operator(parsed: _Parsed, layer: Any) -> str:
+    """The ONNX operator that a layer comes from; empty for the parser's helper layers."""
+    return parsed.contract.operators.get(node_name(layer), "")
 
 
 def inputs(layer: Any) -> list[Any]:
@@ -156,7 +189,6 @@ def _check_signature(parsed: _Parsed) -> None:
 
 def _check_precision(parsed: _Parsed, dtype: str) -> None:
     """Every layer that computes does so in ``dtype``, or is an island of fp32 that the table names."""
-    contract = parsed.contract
     for layer in parsed.layers:
         if kind(layer) in _MOVING:
             continue
@@ -165,7 +197,7 @@ def _check_precision(parsed: _Parsed, dtype: str) -> None:
             continue
         if found - {dtype, "FLOAT"}:
             raise parsed.fails(layer, f"computes in {', '.join(sorted(found))}, expected {dtype}")
-        operator = contract.operators.get(node_name(layer), "")
+        operator = contract_operator(parsed, layer)
         if not any(_is_island(island, parsed, layer, operator) for island in FP32_ISLANDS):
             raise parsed.fails(layer, f"computes in fp32, expected {dtype}: it is none of the operators that are fp32 on purpose")
 
@@ -238,6 +270,10 @@ def _check_bound(parsed: _Parsed, layer: Any, cache_rows: int | str) -> None:
         raise parsed.fails(layer, f"is causal ({causal}), expected a mask alone, or lengths and LOWER_RIGHT")
     if attention.mask is not None and tuple(bound.shape)[-1] != cache_rows:
         raise parsed.fails(layer, f"has a mask over {tuple(bound.shape)[-1]} columns, expected the cache's {cache_rows} rows")
+    for source in parsed.computed_by(bound):
+        operator = contract_operator(parsed, source)
+        if operator and operator not in _BOUNDING:
+            raise parsed.fails(source, f"takes part in the bound of {layer.name}, which is compared with positions alone: it could be lost")
     if start is None or not parsed.depends_on(bound, start):
         raise parsed.fails(layer, f"has a bound that does not follow from the input {start or 'of a position'}: the cache bound was lost")
 

@@ -50,7 +50,9 @@ def load_profile(name: str) -> ProfileSet:
     """A preset by name, or a file of one's own by path; OptionError names the field that is wrong."""
     path = _PRESETS_FOLDER / f"{name}.toml" if name in PRESETS else Path(name)
     try:
-        if path.is_file() and path.stat().st_size > _MAX_FILE_BYTES:
+        if path.exists() and not path.is_file():
+            raise OptionError(f"profile '{name}' is not a file, expected a TOML file or one of {', '.join(PRESETS)}")
+        if path.exists() and path.stat().st_size > _MAX_FILE_BYTES:
             raise OptionError(f"profile {path} is larger than {_MAX_FILE_BYTES} bytes, which no profile is")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -68,7 +70,7 @@ def load_profile(name: str) -> ProfileSet:
 def _read(fields: Fields) -> ProfileSet:
     for name in fields:
         if name not in _FIELDS:
-            raise OptionError(f"{fields.origin}: field '{name}' is unknown, expected {', '.join(_FIELDS)}")
+            raise OptionError(f"{fields.origin}: field '{name[:40]}' is unknown, expected {', '.join(_FIELDS)}")
     layout = fields.text("layout") if "layout" in fields else None
     if layout is not None and layout not in LAYOUTS:
         raise OptionError(f"{fields.origin}: field 'layout' is '{layout[:40]}', expected one of {', '.join(LAYOUTS)}")

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -43,6 +44,10 @@ def main() -> None:
         emit({"event": "check-failed", "message": str(failed)})
     except OSError as problem:
         emit({"event": "disk", "errno": problem.errno, "message": problem.strerror})
+    except Exception as problem:  # noqa: BLE001
+        # Libraries that do not fit each other or their settings, or a graph that was edited: standard error has the trace.
+        traceback.print_exc()
+        emit({"event": "build-failed", "message": f"{type(problem).__name__}: {problem}"})
 
 
 def _end_with_the_caller() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -153,9 +154,24 @@ def open_engines(bundle: Bundle, kind: str, *, verify: bool = True) -> Engines:
     graphs = bundle.manifest.graph_set(manifest.graph_set).graphs
     if manifest.built_from != graphs_identity(bundle, manifest.graph_set) or set(manifest.engines) != set(graphs):
         raise BundleError(f"{folder}: the engines were built from other graphs than this bundle's {manifest.graph_set}; {_again(kind)}")
+    _check_agreement(bundle, manifest, str(folder / ENGINES_FILE))
     engines = Engines(bundle, manifest)
     engines.check_files(verify=verify)
     return engines
+
+
+def _check_agreement(bundle: Bundle, manifest: EngineManifest, origin: str) -> None:
+    """BundleError where the description contradicts the bundle it lies in."""
+    profile, held = manifest.profile, bundle.manifest
+    for name, found, expected in (
+        ("builder", manifest.builder, manifest.kind),
+        ("precision", manifest.precision, held.graph_set(manifest.graph_set).precision),
+        ("profile: capacity", profile.capacity, held.capacity),
+        ("profile: prefill_chunk", profile.prefill_chunk, held.prefill_chunk),
+        ("profile: block_size", profile.block_size, held.drafter.block_size),
+    ):
+        if found != expected:
+            raise BundleError(f"{origin}: field '{name}' is {str(found)[:40]!r}, expected {expected!r}; {_again(manifest.kind)}")
 
 
 def graphs_identity(bundle: Bundle, graph_set: str) -> str:
@@ -179,17 +195,30 @@ def read_engine_manifest(fields: Fields) -> EngineManifest:
     return EngineManifest(
         kind=fields.text("kind"),
         builder=fields.text("builder"),
-        builder_version=fields.text("builder_version"),
+        builder_version=_matching(fields, "builder_version", fields.text("builder_version"), r"[\w.+-]+"),
         graph_set=fields.text("graph_set"),
         precision=fields.text("precision"),
         built_from=fields.text("built_from"),
-        compute_capabilities=fields.texts("compute_capabilities"),
+        compute_capabilities=_capabilities(fields),
         profile=_profile(fields.nested("profile")),
         engines={name: _engine(entry) for name, entry in _entries(fields.nested("engines"))},
         build_seconds=fields.number("build_seconds", 0),
         peak_build_bytes=fields.integer("peak_build_bytes", maximum=2**63) if "peak_build_bytes" in fields else None,
         built_with={name: fields.nested("built_with").text(name) for name in fields.nested("built_with")},
     )
+
+
+def _capabilities(fields: Fields) -> tuple[str, ...]:
+    found = fields.texts("compute_capabilities")
+    if not found:
+        raise BundleError(f"{fields.origin}: field 'compute_capabilities' is empty, expected at least one")
+    return tuple(_matching(fields, "compute_capabilities", capability, r"\d+\.\d") for capability in found)
+
+
+def _matching(fields: Fields, name: str, value: str, pattern: str) -> str:
+    if not re.fullmatch(pattern, value, re.ASCII):
+        raise BundleError(f"{fields.origin}: field '{name}' has {value[:40]!r}, expected something like {pattern}")
+    return value
 
 
 def _profile(fields: Fields) -> ProfileRecord:

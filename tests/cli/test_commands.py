@@ -117,7 +117,7 @@ def test_force_replaces_its_own_output(command: str, folders: tuple[Path, Path],
 def test_names_of_outputs(name: str, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     invoke("build", "--target", "target/", "--drafter", "./drafter", f"--output={name}", "--no-parity").assert_done()
-    assert manifest_of(tmp_path / name)["target"]["origin"]["source"] == "target/"
+    assert manifest_of(tmp_path / name)["target"]["origin"]["source"] == str(tmp_path / "target")
     assert sorted(path.name for path in folders[0].iterdir() if path.name != "inside") == [
         "config.json",
         "generation_config.json",
@@ -260,13 +260,14 @@ def test_generate_stats(tiny: Built) -> None:
         "--stats",
     )
     shown = invoke(*arguments).assert_done().err.splitlines()
-    assert [line.partition(":")[0] for line in shown] == ["tokens", "acceptance", "time"]
-    assert shown[0].startswith("tokens: 1 in, 7 out (length)")
+    assert [line.partition(":")[0] for line in shown] == ["backend", "tokens", "acceptance", "time"]
+    assert shown[0] == "backend: ort-cpu"
+    assert shown[1].startswith("tokens: 1 in, 7 out (length)")
     # Plain decoding proposes nothing, and one token has no rounds.
     shown = invoke(*arguments, "--speculation", "off").assert_done().err.splitlines()
-    assert [line.partition(":")[0] for line in shown] == ["tokens", "time"]
+    assert [line.partition(":")[0] for line in shown] == ["backend", "tokens", "time"]
     shown = invoke(*arguments, "--max-new-tokens", "1").assert_done().err.splitlines()
-    assert [line.partition(":")[0] for line in shown] == ["tokens"]
+    assert [line.partition(":")[0] for line in shown] == ["backend", "tokens"]
 
 
 def test_generate_up_to_the_capacity(tiny: Built) -> None:

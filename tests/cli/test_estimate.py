@@ -34,15 +34,25 @@ def test_estimate(configs: list[object]) -> None:
     assert "engines" not in one
 
 
+def test_estimate_with_a_profile(configs: list[object], tmp_path: Path) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text("capacity = 96\nbatch = 3\nprefill_chunk = 16\n", encoding="utf-8")
+    shown = invoke("inspect", "--estimate", *configs, "--profile", mine, "--batch", "2").assert_done().out
+    assert "capacity 96, batch 2, prefill chunk 16" in shown
+    invoke("inspect", "--estimate", *configs, "--profile", "edge").assert_refused(2, "profile edge: capacity is 2048, expected 2 to 128")
+
+
 def test_estimate_json(configs: list[object]) -> None:
-    result = invoke("inspect", "--estimate", *configs, "--precision", "bf16,fp32", "--shortlist", "8", "--json").assert_done()
+    result = invoke(
+        "inspect", "--estimate", *configs, "--precision", "bf16", "--precision", "fp32", "--shortlist", "8", "--json"
+    ).assert_done()
     shown = json.loads(result.out)
     assert list(shown["sets"]) == ["bf16-mask", "fp32-length"]
     assert (shown["options"]["shortlist"], shown["options"]["capacity"]) == (8, 128)
     for made in shown["sets"].values():
         memory = made["memory"]
         assert memory["total"] == sum(memory[part] for part in ("weights", "target_caches", "drafter_caches", "working"))
-    assert [gpu["gib"] for gpu in shown["sets"]["bf16-mask"]["gpus"]] == [8, 12, 16, 24]
+    assert [gpu["gib"] for gpu in shown["sets"]["bf16-mask"]["gpus"]] == [8, 12, 16, 24, 32, 48, 80]
     assert shown["export"]["peak_bytes"]["low"] <= shown["export"]["peak_bytes"]["high"]
     assert "SmolLM2-135M" in shown["build_scaled_from"]
 

@@ -61,7 +61,7 @@ def test_narrower_targets_are_written_down(half: Built) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "named"),
-    [("7.5", "Turing"), ("9.0", "--kind tensorrt"), ("10.0", "--kind tensorrt"), ("8.7", "unknown"), ("89", "unknown"), ("", "unknown")],
+    [("7.5", "Turing"), ("9.0", "kind tensorrt"), ("10.0", "kind tensorrt"), ("8.7", "unknown"), ("89", "like 8.9"), ("", "like 8.9")],
 )
 def test_compute_capability_that_is_not_covered(capability: str, named: str) -> None:
     with pytest.raises(OptionError) as caught:

@@ -80,7 +80,7 @@ def test_bundle_with_engines_is_replaced_and_a_foreign_file_is_not(engined: Bund
     [
         (("--kind", "cuda"), 2, ("'cuda' does not exist", "tensorrt-rtx, tensorrt")),
         (("--kind", "tensorrt"), 3, ("tensorrt is not installed", "xpress-export[gpu]")),
-        (("--compute-capability", "9.0"), 2, ("Hopper", "--kind tensorrt", "8.0, 8.6, 8.9, 12.0, 12.1")),
+        (("--compute-capability", "9.0"), 2, ("Hopper", "kind tensorrt", "8.0, 8.6, 8.9, 12.0, 12.1")),
         (("--timing-cache", "cache"), 2, ("--timing-cache", "times nothing")),
         (("--profile", "huge"), 2, ("'huge' is neither a preset (edge, server) nor a file",)),
         (("--profile", "edge"), 2, ("capacity 2048", "built with 64", "build the bundle again")),

@@ -157,6 +157,23 @@ def test_mask_that_does_not_follow_from_the_position(graph: str, graphs: Path) -
     assert_refused(graphs / f"{graph}.onnx", name, "does not follow from the input")
 
 
+def test_mask_that_is_weakened_on_the_way(graphs: Path) -> None:
+    def weaken(model: Model) -> str:
+        (compare,) = nodes(model, "LessOrEqual")
+        everything = helper.make_node("Not", ["nothing"], ["everything"], name="everything")
+        nothing = helper.make_node("Less", [compare.input[1], compare.input[1]], ["nothing"], name="nothing")
+        weaker = helper.make_node("Or", ["bounded", "everything"], [compare.output[0]], name="weaker")
+        compare.output[0] = "bounded"
+        at = list(model.graph.node).index(compare) + 1
+        for node in (weaker, everything, nothing):
+            model.graph.node.insert(at, node)
+        return "weaker"
+
+    name = spoil(graphs / "target.onnx", weaken)
+    assert name is not None
+    assert_refused(graphs / "target.onnx", name, "takes part in the bound of", "it could be lost")
+
+
 def test_mask_over_fewer_columns_than_the_cache_has(graphs: Path) -> None:
     contract = read_contract("target", graphs / "target.onnx")
     longer = {**contract.inputs}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def test_own_file(tmp_path: Path) -> None:
         (GOOD.replace("100", "-5"), ("capacity", "-5")),
         (GOOD.replace("100", "1979-05-27"), ("capacity", "1979-05-27", "integer")),
         (GOOD.replace('"mine"', "3"), ("description", "3", "string")),
+        (GOOD + f"{'k' * 5000} = 1\n", (f"'{'k' * 40}' is unknown",)),
         (GOOD + 'layout = "wide"\n', ("layout", "wide", "shared, pinned")),
         (GOOD + "layout = 3\n", ("layout", "3")),
         (GOOD + "[more]\na = 1\n", ("more", "unknown")),
@@ -67,7 +69,11 @@ def test_file_that_is_refused(text: str, named: tuple[str, ...], tmp_path: Path)
 
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert_refused("sever", "sever", "edge, server", "file")
-    assert_refused(str(tmp_path), "directory")
+    assert_refused(str(tmp_path), "is not a file")
+    assert_refused("", "is not a file")
+    os.mkfifo(tmp_path / "pipe.toml")
+    assert_refused(str(tmp_path / "pipe.toml"), "is not a file")
+    assert_refused("/dev/zero", "is not a file")
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     assert_refused(str(tmp_path / "bytes.toml"), "bytes.toml", "utf-8")
     assert_refused("n" * 5000, "too long")

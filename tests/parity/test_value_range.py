@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -16,10 +17,11 @@ from xpress_export.parity.value_range import ValueRange
 
 def watched(module: nn.Module, *inputs: Tensor, dtype: torch.dtype = torch.float16) -> tuple[ValueRange, Tensor]:
     """The range of one call in ``dtype``, and its output."""
-    found = ValueRange(module.to(dtype), dtype)
+    rounded = copy.deepcopy(module).to(dtype)
+    found = ValueRange(rounded, dtype, module)
     cast = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs]
     with torch.inference_mode(), found.watching():
-        output: Tensor = module(*cast)
+        output: Tensor = rounded(*cast)
     return found, output
 
 

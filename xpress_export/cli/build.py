@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xpress_export.cli.options import build_options, checkpoint_options, combined, engine_options, json_option, with_profile
+from xpress_export.cli.options import build_options, checkpoint_options, combined, engine_options, json_option, resolved_options
 from xpress_export.cli.progress import progress
 from xpress_export.cli.quiet import quiet_libraries
 from xpress_export.cli.show import engine_lines
@@ -53,7 +53,6 @@ def command(
     from xpress_export.build import build_bundle
     from xpress_export.checkpoints import open_pair
     from xpress_export.graph_set import graph_names
-    from xpress_export.options import resolve_options
     from xpress_export.staging import refuse_existing
     from xpress_runtime.backends import open_backend
     from xpress_runtime.bundle import Bundle
@@ -72,7 +71,7 @@ def command(
         open_backend("ort-cpu")
     quiet_libraries()
     target_checkpoint, drafter_checkpoint = open_pair(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
-    resolved = resolve_options(target_checkpoint, drafter_checkpoint, **with_profile(profile, options))
+    resolved = resolved_options(target_checkpoint, drafter_checkpoint, profile, options)
     num_graphs = len(graph_names(resolved))
     with progress("build", num_graphs * (len(built) + len(requests)) + 2, quiet=as_json) as report:
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xpress_export.cli.options import PassesType, combined, with_profile
+from xpress_export.cli.options import PassesType, combined, resolved_options
 from xpress_export.cli.quiet import quiet_libraries
 from xpress_export.cli.show import size, table
 from xpress_runtime.sets import Precision
@@ -58,11 +58,10 @@ def shown_estimate(
         raise click.UsageError("--estimate needs --target and --drafter", click.get_current_context())
     from xpress_export.checkpoints.config_only import open_pair_configs
     from xpress_export.estimate import estimate_bundle
-    from xpress_export.options import resolve_options
 
     quiet_libraries()
     opened = open_pair_configs(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
-    resolved = resolve_options(*opened, **with_profile(profile, options))
+    resolved = resolved_options(*opened, profile, options)
     wanted = [Precision(name) for name in dict.fromkeys(precisions or ("fp32", "fp16"))]
     estimate = estimate_bundle(*opened, resolved, wanted)
     return _json(estimate, resolved) if as_json else _text(*opened, estimate, resolved)

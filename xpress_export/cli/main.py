@@ -51,6 +51,9 @@ _EXTRAS = {
     "transformers": "export",
 }
 
+# What every installation has.
+_BASE = ("jinja2", "numpy", "tokenizers")
+
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 # What the system refuses: not the user's input, and no defect either.
@@ -117,6 +120,8 @@ def main() -> NoReturn:
         _fail(str(error), error.exit_code)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
+        if package in _BASE:
+            _fail(f"{package} is not installed; install it with: pip install xpress-export", EnvironmentProblem.exit_code)
         if package not in _EXTRAS:
             raise
         missing = MissingExtraError(package, _EXTRAS[package])

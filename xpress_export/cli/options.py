@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from xpress_runtime.errors import OptionError
+
+if TYPE_CHECKING:
+    from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
+    from xpress_export.options import BuildOptions
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -115,12 +121,19 @@ warning_options = combined(
 )
 
 
-def with_profile(profile: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Build options with a profile's capacity, batch and prefill chunk where they were not given; OptionError."""
-    if profile is None:
-        return dict(options)
+def resolved_options(target: TargetCheckpoint, drafter: DrafterCheckpoint, profile: str | None, options: Mapping[str, Any]) -> BuildOptions:
+    """Build options, with a profile's capacity, batch and prefill chunk where they were not given; OptionError."""
     from xpress_engines.profiles import load_profile
+    from xpress_export.options import resolve_options
 
+    if profile is None:
+        return resolve_options(target, drafter, **options)
     chosen = load_profile(profile)
-    defaults = {name: getattr(chosen, name) for name in ("capacity", "batch", "prefill_chunk")}
-    return {**options, **{name: value for name, value in defaults.items() if options[name] is None}}
+    taken = {name: getattr(chosen, name) for name in ("capacity", "batch", "prefill_chunk") if options[name] is None}
+    try:
+        return resolve_options(target, drafter, **{**options, **taken})
+    except OptionError as problem:
+        named = str(problem)
+        if any(named.startswith(f"--{name.replace('_', '-')} ") for name in taken):
+            raise OptionError(f"profile {profile}: {named.removeprefix('--')}") from None
+        raise

@@ -111,8 +111,10 @@ def _graph_sets(bundle: Bundle, precisions: tuple[str, ...]) -> list[GraphSet]:
 def _read_prompts(path: Path) -> list[str]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as problem:
-        raise OptionError(f"--prompts {path} cannot be read: {problem}") from problem
+    except OSError as problem:
+        raise OptionError(f"--prompts {path} cannot be read: {problem.strerror}") from None
+    except UnicodeDecodeError as problem:
+        raise OptionError(f"--prompts {path} is not UTF-8 text: {problem.reason} at byte {problem.start}") from None
     if not lines:
         raise OptionError(f"--prompts {path} is empty, expected one prompt a line")
     return [_prompt(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
@@ -123,12 +125,15 @@ def _prompt(line: str, where: str) -> str:
         return line
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         # Text may begin with a brace too.
         return line
-    if not isinstance(entry.get("prompt"), str):
+    prompt = entry.get("prompt")
+    if not isinstance(prompt, str) or not prompt.strip():
         raise OptionError(f"--prompts {where} has no text 'prompt'")
-    return str(entry["prompt"])
+    if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise OptionError(f"--prompts {where} holds half of a surrogate pair, which is no text")
+    return prompt
 
 
 def _whereabouts(role: str, given: str | None, origin: Origin) -> tuple[str, str | None]:

@@ -101,10 +101,16 @@ def check_graphs(
     comparisons = {}
     for name, calls in Feed(target, drafter, options, form, texts).calls.items():
         report(name)
-        half = HalfModule(halves[name](), DTYPES[precision]) if precision is not Precision.FP32 else None
-        check = _GraphCheck(references[name](), half, runner, tolerance(precision, name))
+        # The half module first: converting a tied table would convert the one that a module in fp32 holds.
+        half_spec = halves[name]() if precision is not Precision.FP32 else None
+        reference = references[name]()
+        half = HalfModule(half_spec, DTYPES[precision], reference.module) if half_spec is not None else None
+        check = _GraphCheck(reference, half, runner, tolerance(precision, name))
         calls(check.call)
         comparisons[name] = check.comparison
+        # One graph in memory at a time, beside its modules.
+        if runner is not None:
+            runner.release()
     return comparisons
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from xpress_export.graphs.spec import GraphSpec, TensorSpec
 from xpress_export.parity.runner import Arrays
@@ -30,9 +30,9 @@ def run_module(spec: GraphSpec, inputs: Tensors) -> Tensors:
 class HalfModule:
     """A graph's module in half precision, with every operator's result rounded and its range watched."""
 
-    def __init__(self, spec: GraphSpec, dtype: torch.dtype) -> None:
+    def __init__(self, spec: GraphSpec, dtype: torch.dtype, original: nn.Module) -> None:
         self.spec = spec
-        self.range = ValueRange(spec.module, dtype)
+        self.range = ValueRange(spec.module, dtype, original)
 
     @torch.inference_mode()
     def run(self, inputs: Tensors) -> Tensors:

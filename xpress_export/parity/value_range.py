@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _ATTENTIONS = ("mask_attention", "length_attention")
-# Computed in fp32 and rounded once, as kernels that accumulate in fp32 do: PyTorch's own fp16 products take twenty times as long on a CPU.
+# Computed in fp32 and rounded once, as kernels that accumulate in fp32 do: PyTorch's own fp16 products take fifteen times as long on a CPU.
 _PRODUCTS = ("matmul", "linear", *_ATTENTIONS)
 # Memory without a value yet.
 _UNSET = ("empty", "empty_like")
@@ -40,19 +40,21 @@ class Peak:
 class ValueRange:
     """Over all calls of a module: its largest result in ``dtype``, the first result that left the range, and how many values did.
 
+    ``original`` is the same module in fp32, whose weights tell what became of one that left the range.
     What counts is where a value stops being finite: not where it is handed on, nor an infinity that was asked for, as masks do. Results in
     fp32 count for that alone. Scores of attention, before scale and mask, count as if they were in ``dtype``.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype, original: nn.Module) -> None:
         self.dtype = dtype
         self.limit = torch.finfo(dtype).max
         self.largest: Peak | None = None
         self.overflow: Peak | None = None
         self.num_not_finite = 0
         self._module = module
+        unrounded = {**dict(original.named_parameters()), **dict(original.named_buffers())}
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            self.look("weight", name, tensor, functools.partial(largest_magnitude, [tensor]))
+            self.look("weight", name, tensor, functools.partial(largest_magnitude, [unrounded[name]]))
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -66,7 +66,10 @@ def test_auto_takes_the_first_that_runs_and_says_what_it_passed_over(
     created = machine({"tensorrt": NO_DRIVER})
     open_backend("auto", bundle=scripted)
     assert created == ["tensorrt-rtx"]
-    assert [record.message for record in caplog.records] == [f"backend tensorrt is passed over: {NO_DRIVER}"]
+    assert [record.message for record in caplog.records] == [
+        f"backend tensorrt is passed over: {NO_DRIVER}",
+        "backend tensorrt-rtx is used",
+    ]
 
 
 def test_auto_passes_over_engines_that_are_missing_or_for_other_gpus(machine: Callable[..., list[str]], trained: Bundle) -> None:
@@ -120,7 +123,10 @@ def test_the_cpu_package_of_onnxruntime_has_no_cuda_provider() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="tensorrt is installed")
 def test_the_command_line_says_it_in_one_line(tiny: Built) -> None:
     refused = invoke("generate", tiny.bundle.folder, "--tokens", "1,2", "--backend", "tensorrt")
-    missing = "tensorrt is not installed; install it with: pip install 'xpress-export[gpu]'"
+    missing = "tensorrt is not installed; install it with: pip install 'xpress-export[gpu]' in an environment without onnxruntime"
     refused.assert_refused(3, f"backend tensorrt does not run here: {missing}; backend ort-cpu would work\n")
     refused = invoke("generate", tiny.bundle.folder, "--tokens", "1,2", "--backend", "ort-cpu", "--runtime-cache", "kernels")
     refused.assert_refused(2, "a runtime cache is of no use to backend ort-cpu")
+    # Asked for with auto, it is there for the machines that have a use for it.
+    result = invoke("generate", tiny.bundle.folder, "--tokens", "1,2", "--max-new-tokens", "1", "--runtime-cache", "kernels").assert_done()
+    assert "a runtime cache is of no use to backend ort-cpu" in result.err
