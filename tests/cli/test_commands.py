@@ -157,7 +157,14 @@ def test_parity_on_prompts_of_ones_own(spoken_copy: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("content", "named"), [("\n \n", "is empty"), ('{"text": "x"}\n', "line 1 has no text 'prompt'"), (None, "cannot be read")]
+    ("content", "named"),
+    [
+        ("\n \n", "is empty"),
+        ('{"text": "x"}\n', "line 1 has no text 'prompt'"),
+        ('fine\n{"prompt": " "}\n', "line 2 has no text 'prompt'"),
+        ('{"prompt": "\\ud800"}\n', "line 1 holds half of a surrogate pair"),
+        (None, "cannot be read: No such file"),
+    ],
 )
 def test_parity_on_prompts_that_are_none(spoken_copy: Path, tmp_path: Path, content: str | None, named: str) -> None:
     prompts = tmp_path / "prompts"

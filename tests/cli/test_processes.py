@@ -68,7 +68,7 @@ def _stop_in_the_middle(name: str, process: subprocess.Popen[str], folder: Path)
     assert process.stderr is not None
     err = ""
     if name != "limit":
-        while "build: accept" not in err:
+        while "build: fp32-length accept" not in err:
             line = process.stderr.readline()
             assert line, err
             err += line
@@ -160,6 +160,23 @@ def test_package_of_an_extra_is_missing(package: str, extra: str, arguments: tup
     assert err.endswith(f"{package} is not installed; install it with: pip install 'xpress-export[{extra}]'\n")
     assert err.count("\n") == 1
     assert listing(tmp_path) == {}
+
+
+@pytest.mark.parametrize("package", ["numpy", "tokenizers"])
+def test_package_of_every_installation_is_missing(package: str, tiny: Built) -> None:
+    process = start(WITHOUT + PROGRAM, package, "generate", tiny.bundle.folder, "--tokens", "1")
+    out, err = process.communicate(timeout=300)
+    assert (process.returncode, out) == (3, "")
+    assert err == f"xpress-export: {package} is not installed; install it with: pip install xpress-export\n"
+
+
+def test_standard_error_is_closed(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    target, drafter = tiny_folders
+    code = f"import os, sys; os.close(2); sys.stderr = None; {PROGRAM}"
+    process = start(code, "export", "--target", target, "--drafter", drafter, "--output", tmp_path / "graphs", "--num-passes", "0")
+    out, _err = process.communicate(timeout=300)
+    assert process.returncode == 0
+    assert "target.onnx" in out
 
 
 def test_a_server_needs_no_export_packages(tiny: Built) -> None:

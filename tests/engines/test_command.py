@@ -113,6 +113,33 @@ def test_lost_bound_is_one_line(half: Built, copied: Callable[[Bundle], Bundle])
     assert not (bundle.folder / "engines").exists()
 
 
+def test_engines_folder_that_is_a_link(half: Built, copied: Callable[[Bundle], Bundle], tmp_path: Path) -> None:
+    bundle = copied(half.bundle)
+    (tmp_path / "elsewhere").mkdir()
+    (bundle.folder / "engines").symlink_to(tmp_path / "elsewhere")
+    invoke("engine", bundle.folder).assert_refused(2, "engines is a link", "move it away")
+    assert listing(tmp_path / "elsewhere") == {}
+
+
+def test_the_current_folder_is_not_imported(
+    half: Built, copied: Callable[[Bundle], Bundle], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = copied(half.bundle)
+    for module in ("json", "onnx", "xpress_engines"):
+        (tmp_path / f"{module}.py").write_text("raise RuntimeError('imported from the current folder')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    invoke("engine", bundle.folder, "--compute-capability", "8.9").assert_done()
+
+
+def test_a_library_that_fails_is_one_line(half: Built, copied: Callable[[Bundle], Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = copied(half.bundle)
+    monkeypatch.setenv("POLYGRAPHY_ARRAY_SWAP_THRESHOLD_MB", "abc")
+    result = invoke("engine", bundle.folder)
+    assert (result.exit_code, result.out) == (3, "")
+    assert "ValueError" in result.err.splitlines()[-1]
+    assert not (bundle.folder / "engines").exists()
+
+
 def _record_again(bundle: Bundle, name: str) -> None:
     path = bundle.folder / "bundle.json"
     values = json.loads(path.read_text(encoding="utf-8"))

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -110,6 +111,9 @@ def main() -> NoReturn:
         # Not every system has both; one that is ignored (nohup) stays so.
         if (signum := getattr(signal, name, None)) is not None and signal.getsignal(signum) is signal.SIG_DFL:
             signal.signal(signum, _terminate)
+    if sys.stderr is None:
+        # Started with it closed. Its number must be taken, or the next file that is opened gets it and what is printed there.
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):
         # A terminal that cannot show a character is no reason to lose the rest of a text.
         sys.stdout.reconfigure(errors="backslashreplace")
