@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
@@ -55,15 +56,10 @@ def build_bundle(
         tokenizer = write_tokenizer(target.location.path, staging / TOKENIZER_FOLDER)
         graph_sets = tuple(_graph_set(target, drafter, options, precision, staging, report) for precision in precisions)
         report("manifest")
-        manifest = Manifest(
-            target=target_record(target),
-            drafter=drafter_record(drafter),
-            num_passes=options.num_passes,
-            shortlist=options.shortlist,
-            capacity=options.capacity,
-            cache_rows=options.cache_rows,
-            prefill_chunk=options.prefill_chunk,
-            batch=options.batch,
+        manifest = describe(
+            target,
+            drafter,
+            options,
             graph_sets=graph_sets,
             has_tokenizer=tokenizer is not None,
             files=_file_records(staging),
@@ -72,6 +68,28 @@ def build_bundle(
         write_manifest(staging, manifest)
         complete(staging, manifest)
     return Bundle(output, manifest)
+
+
+def describe(
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    options: BuildOptions,
+    *,
+    graph_sets: tuple[GraphSet, ...],
+    files: Mapping[str, FileRecord],
+    has_tokenizer: bool = False,
+    built_with: Mapping[str, str] | None = None,
+) -> Manifest:
+    """The manifest of a bundle of these checkpoints, built with these options."""
+    return Manifest(
+        target=_target_record(target),
+        drafter=_drafter_record(drafter),
+        graph_sets=graph_sets,
+        has_tokenizer=has_tokenizer,
+        files=files,
+        built_with=built_with or {},
+        **asdict(options),
+    )
 
 
 def weight_bytes(target: TargetCheckpoint, drafter: DrafterCheckpoint, precision: Precision = Precision.FP32) -> int:
@@ -93,7 +111,7 @@ def _graph_set(
     return GraphSet(precision.value, form.value, {graph: _graph_record(made, staging) for graph, made in exported.items()})
 
 
-def target_record(target: TargetCheckpoint) -> TargetRecord:
+def _target_record(target: TargetCheckpoint) -> TargetRecord:
     config = target.config
     return TargetRecord(
         origin=_origin(target),
@@ -106,7 +124,7 @@ def target_record(target: TargetCheckpoint) -> TargetRecord:
     )
 
 
-def drafter_record(drafter: DrafterCheckpoint) -> DrafterRecord:
+def _drafter_record(drafter: DrafterCheckpoint) -> DrafterRecord:
     config = drafter.config
     return DrafterRecord(
         origin=_origin(drafter),

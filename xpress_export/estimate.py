@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from xpress_export.build import ATTENTION_FORMS, drafter_record, target_record
+from xpress_export.build import ATTENTION_FORMS, describe
 from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
 from xpress_export.graph_set import graph_makers
 from xpress_export.options import BuildOptions, cache_rows
 from xpress_runtime.manifest import FileRecord, GraphSet, Manifest
-from xpress_runtime.memory import MemoryNeed, memory_need
+from xpress_runtime.memory import MemoryNeed, largest_below, memory_need
 from xpress_runtime.sets import Precision, set_name
 
 GPU_GIB = (8, 12, 16, 24, 32, 48, 80)
@@ -141,19 +141,24 @@ def _set(target: TargetCheckpoint, drafter: DrafterCheckpoint, options: BuildOpt
         {_stored_as(graph, name, target, drafter): size for graph, sizes in weights.items() for name, size in sizes.items()}.values()
     )
     graph_set = GraphSet(precision.value, ATTENTION_FORMS[precision].value, {})
+
+    def manifest(weights: int) -> Manifest:
+        files = {f"graphs/{graph_set.name}/weights": FileRecord(weights, "")}
+        return describe(target, drafter, options, graph_sets=(graph_set,), files=files)
+
     if precision is Precision.FP32:
-        memory = memory_need(_manifest(target, drafter, options, graph_set, on_disk), graph_set, batch=options.batch)
+        memory = memory_need(manifest(on_disk), graph_set, batch=options.batch)
         return SetEstimate(graphs, on_disk, {}, memory, ())
     # TensorRT-RTX folds the cast of the head's table into it, and so holds the table in fp32.
     held = {graph: size * (2 if graph == "head" else 1) for graph, size in graphs.items()}
     engines = {graph: size + ENGINE_CODE_BYTES for graph, size in held.items()}
     # What a GPU holds of weights are its engines.
-    manifest = _manifest(target, drafter, options, graph_set, sum(engines.values()))
+    with_engines = manifest(sum(engines.values()))
     # Tables with a row for each position grow with the capacity as caches do.
     longer = _weights(target, drafter, replace(options, cache_rows=options.cache_rows + 1), precision)
     per_row = sum(sum(tensors.values()) for tensors in longer.values()) - sum(graphs.values())
-    gpus = tuple(_fit(gib, manifest, per_row) for gib in GPU_GIB)
-    return SetEstimate(graphs, on_disk, engines, memory_need(manifest, graph_set, batch=options.batch), gpus)
+    gpus = tuple(_fit(gib, with_engines, per_row) for gib in GPU_GIB)
+    return SetEstimate(graphs, on_disk, engines, memory_need(with_engines, graph_set, batch=options.batch), gpus)
 
 
 def _weights(
@@ -179,36 +184,16 @@ def _stored_as(graph: str, name: str, target: TargetCheckpoint, drafter: Drafter
     return f"{graph}: {name}"
 
 
-def _manifest(target: TargetCheckpoint, drafter: DrafterCheckpoint, options: BuildOptions, graph_set: GraphSet, weights: int) -> Manifest:
-    """As much of the bundle's description as its need of memory follows from."""
-    return Manifest(
-        target=target_record(target),
-        drafter=drafter_record(drafter),
-        num_passes=options.num_passes,
-        shortlist=options.shortlist,
-        capacity=options.capacity,
-        cache_rows=options.cache_rows,
-        prefill_chunk=options.prefill_chunk,
-        batch=options.batch,
-        graph_sets=(graph_set,),
-        has_tokenizer=False,
-        files={f"graphs/{graph_set.name}/weights": FileRecord(weights, "")},
-        built_with={},
-    )
-
-
 def _fit(gib: int, manifest: Manifest, bytes_per_row: int) -> GpuFit:
-    def fits(capacity: int) -> bool:
+    def needed(capacity: int) -> int:
         rows = cache_rows(capacity, manifest.prefill_chunk, manifest.drafter.block_size)
         need = memory_need(replace(manifest, capacity=capacity, cache_rows=rows), manifest.graph_sets[0], batch=manifest.batch)
-        return need.total + bytes_per_row * (rows - manifest.cache_rows) <= gib * 2**30 - GPU_RESERVE_BYTES
+        return need.total + bytes_per_row * (rows - manifest.cache_rows)
 
-    # Capacity 1 stands for none: 2 is the least that can be built.
-    low, high = 1, manifest.target.max_positions
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return GpuFit(gib, fits(manifest.capacity), low if low > 1 else None)
+    room = gib * 2**30 - GPU_RESERVE_BYTES
+    largest = largest_below(manifest.target.max_positions + 1, needed, room)
+    # 2 is the least that can be built.
+    return GpuFit(gib, needed(manifest.capacity) <= room, largest if largest > 1 else None)
 
 
 def _parameters(checkpoint: TargetCheckpoint | DrafterCheckpoint) -> int:

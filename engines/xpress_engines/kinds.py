@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from xpress_runtime.backends.cuda import CudaError, CudaRuntime, require_cuda_bindings
 from xpress_runtime.errors import EnvironmentProblem, MissingExtraError, OptionError
 
 
@@ -90,18 +91,11 @@ def resolve_compute_capabilities(kind: EngineKind, wanted: Sequence[str]) -> tup
 
 def _gpu_compute_capability(kind: EngineKind) -> str:
     """The compute capability of GPU 0, such as 8.9."""
-    if not _is_installed("cuda.bindings.runtime"):
-        raise MissingExtraError("cuda-bindings", kind.extra)
-    from cuda.bindings import runtime
-
-    attributes = runtime.cudaDeviceAttr
-    numbers = []
-    for attribute in (attributes.cudaDevAttrComputeCapabilityMajor, attributes.cudaDevAttrComputeCapabilityMinor):
-        status, number = runtime.cudaDeviceGetAttribute(attribute, 0)
-        if status != runtime.cudaError_t.cudaSuccess:
-            raise EnvironmentProblem(
-                f"engines of kind {kind.name} are built for the GPU present, and none can be used here ({status.name}); "
-                "build on the GPU machine, or build kind tensorrt-rtx, which needs none"
-            )
-        numbers.append(str(number))
-    return ".".join(numbers)
+    require_cuda_bindings(kind.extra)
+    try:
+        return CudaRuntime().device().compute_capability
+    except CudaError as problem:
+        raise EnvironmentProblem(
+            f"engines of kind {kind.name} are built for the GPU present, and none can be used here ({problem.status}); "
+            "build on the GPU machine, or build kind tensorrt-rtx, which needs none"
+        ) from None

@@ -71,14 +71,11 @@ def _read(fields: Fields) -> ProfileSet:
     for name in fields:
         if name not in _FIELDS:
             raise OptionError(f"{fields.origin}: field '{name[:40]}' is unknown, expected {', '.join(_FIELDS)}")
-    layout = fields.text("layout") if "layout" in fields else None
-    if layout is not None and layout not in LAYOUTS:
-        raise OptionError(f"{fields.origin}: field 'layout' is '{layout[:40]}', expected one of {', '.join(LAYOUTS)}")
     return ProfileSet(
         prefill_chunk=fields.integer("prefill_chunk", 1, MAX_PREFILL_CHUNK),
         batch=fields.integer("batch", 1, MAX_BATCH),
         capacity=fields.integer("capacity", 2),
-        layout=layout,
+        layout=fields.choice("layout", LAYOUTS) if "layout" in fields else None,
         description=fields.text("description") if "description" in fields else "",
     )
 

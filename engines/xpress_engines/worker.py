@@ -23,6 +23,7 @@ from xpress_engines.network import check_network
 from xpress_engines.profiles import input_ranges
 from xpress_runtime.engines import ShapeRange
 from xpress_runtime.errors import CheckFailed
+from xpress_runtime.stats import peak_memory_bytes
 
 Emit = Callable[[Mapping[str, Any]], None]
 
@@ -70,7 +71,7 @@ def build(job: Mapping[str, Any], emit: Emit) -> None:
             emit({"event": "build-failed", "graph": graph, "message": str(problem)})
             return
         emit({"event": "built", "graph": graph, "build_seconds": round(time.monotonic() - started, 3), **built})
-    emit({"event": "done", "peak_build_bytes": peak_bytes()})
+    emit({"event": "done", "peak_build_bytes": peak_memory_bytes()})
 
 
 def _import_tensorrt(module: str) -> Any:
@@ -124,18 +125,6 @@ def _set_compute_capabilities(trt: Any, config: Any, wanted: list[str]) -> None:
     for index, capability in enumerate(wanted):
         if not config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}"), index):
             raise CheckFailed(f"this version of {trt.__name__} ({trt.__version__}) cannot build for compute capability {capability}")
-
-
-def peak_bytes() -> int | None:
-    """The largest resident size of this process so far, where the system tells.
-
-    Not getrusage, whose figure on Linux starts with what the caller had when it started this process.
-    """
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")), None)
 
 
 if __name__ == "__main__":

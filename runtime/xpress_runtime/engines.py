@@ -201,7 +201,7 @@ def read_engine_manifest(fields: Fields) -> EngineManifest:
         built_from=fields.text("built_from"),
         compute_capabilities=_capabilities(fields),
         profile=_profile(fields.nested("profile")),
-        engines={name: _engine(entry) for name, entry in _entries(fields.nested("engines"))},
+        engines={name: _engine(entry) for name, entry in fields.nested("engines").entries()},
         build_seconds=fields.number("build_seconds", 0),
         peak_build_bytes=fields.integer("peak_build_bytes", maximum=2**63) if "peak_build_bytes" in fields else None,
         built_with={name: fields.nested("built_with").text(name) for name in fields.nested("built_with")},
@@ -222,11 +222,8 @@ def _matching(fields: Fields, name: str, value: str, pattern: str) -> str:
 
 
 def _profile(fields: Fields) -> ProfileRecord:
-    layout = fields.text("layout")
-    if layout not in LAYOUTS:
-        raise BundleError(f"{fields.origin}: field 'layout' is '{layout[:40]}', expected one of {', '.join(LAYOUTS)}")
     prefill_chunk, block_size, batch, capacity = (fields.integer(name, 1) for name in ("prefill_chunk", "block_size", "batch", "capacity"))
-    return ProfileRecord(prefill_chunk, block_size, batch, capacity, layout)
+    return ProfileRecord(prefill_chunk, block_size, batch, capacity, fields.choice("layout", LAYOUTS))
 
 
 def _engine(fields: Fields) -> EngineRecord:
@@ -239,7 +236,7 @@ def _engine(fields: Fields) -> EngineRecord:
         sha256=fields.text("sha256"),
         build_seconds=fields.number("build_seconds", 0),
         num_layers=fields.integer("num_layers", 1),
-        profiles=tuple({name: _range(entry) for name, entry in _entries(profile)} for profile in profiles),
+        profiles=tuple({name: _range(entry) for name, entry in profile.entries()} for profile in profiles),
     )
 
 
@@ -249,10 +246,6 @@ def _range(fields: Fields) -> ShapeRange:
     if len(ranks) > 1 or not covered.covers(covered.opt) or not covered.covers(covered.max):
         raise BundleError(f"{fields.origin}: min, opt and max must be shapes of one rank, none larger than the next")
     return covered
-
-
-def _entries(fields: Fields) -> list[tuple[str, Fields]]:
-    return [(name, fields.nested(name)) for name in fields]
 
 
 def _again(kind: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,13 @@ class Fields:
             raise self._wrong(name, value, "a string")
         return value
 
+    def choice(self, name: str, choices: Sequence[str]) -> str:
+        """A string that is one of ``choices``."""
+        value = self.text(name)
+        if value not in choices:
+            raise self.error(f"{self.origin}: field '{name}' is '{value[:40]}', expected one of {', '.join(choices)}")
+        return value
+
     def integers(self, name: str, minimum: int = 0, maximum: int = 2**31 - 1) -> tuple[int, ...]:
         """A list of integers in a range; may be empty."""
         value = self.required(name)
@@ -107,6 +114,10 @@ class Fields:
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise self._wrong(name, value, "a list of objects")
         return [Fields(item, f"{self.origin}: {name}[{index}]", self.error) for index, item in enumerate(value)]
+
+    def entries(self) -> list[tuple[str, Fields]]:
+        """Every field with its value, all of which are objects."""
+        return [(name, self.nested(name)) for name in self]
 
     def nested(self, name: str) -> Fields:
         """An object inside this one."""

@@ -5,7 +5,7 @@ Knows the layout of the description; knows nothing about files, backends or grap
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -163,7 +163,7 @@ def read_manifest(fields: Fields) -> Manifest:
         batch=fields.integer("batch", 1),
         graph_sets=tuple(_graph_set(entry) for entry in fields.objects("graph_sets")),
         has_tokenizer=fields.boolean("has_tokenizer"),
-        files={name: _file(entry) for name, entry in _entries(fields.nested("files"))},
+        files={name: _file(entry) for name, entry in fields.nested("files").entries()},
         built_with=_texts(fields.nested("built_with")),
         parity=_parity(fields.nested("parity")) if "parity" in fields else None,
     )
@@ -232,15 +232,15 @@ def _caches(fields: Fields) -> CacheShape:
 
 def _graph_set(fields: Fields) -> GraphSet:
     graphs = {
-        name: GraphRecord(entry.text("file"), _counts(entry.nested("operators"))) for name, entry in _entries(fields.nested("graphs"))
+        name: GraphRecord(entry.text("file"), _counts(entry.nested("operators"))) for name, entry in fields.nested("graphs").entries()
     }
-    precision = _choice(fields, "precision", [precision.value for precision in Precision])
-    return GraphSet(precision, _choice(fields, "attention_form", [form.value for form in AttentionForm]), graphs)
+    precision = fields.choice("precision", [precision.value for precision in Precision])
+    return GraphSet(precision, fields.choice("attention_form", [form.value for form in AttentionForm]), graphs)
 
 
 def _parity(fields: Fields) -> Mapping[str, Mapping[str, Any]]:
     """As it is, but for what is shown of it."""
-    for _, result in _entries(fields):
+    for _, result in fields.entries():
         result.boolean("passed")
         result.nested("graphs")
         result.nested("generation").integer("tokens")
@@ -251,20 +251,9 @@ def _file(fields: Fields) -> FileRecord:
     return FileRecord(fields.integer("bytes", maximum=2**63), fields.text("sha256"))
 
 
-def _choice(fields: Fields, name: str, choices: Sequence[str]) -> str:
-    value = fields.text(name)
-    if value not in choices:
-        raise BundleError(f"{fields.origin}: field '{name}' is '{value[:40]}', expected one of {', '.join(choices)}")
-    return value
-
-
 def _counts(fields: Fields) -> dict[str, int]:
     return {name: fields.integer(name) for name in fields}
 
 
 def _texts(fields: Fields) -> dict[str, str]:
     return {name: fields.text(name) for name in fields}
-
-
-def _entries(fields: Fields) -> list[tuple[str, Fields]]:
-    return [(name, fields.nested(name)) for name in fields]

@@ -6,6 +6,8 @@ the figures.
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from xpress_runtime.manifest import GraphSet, Manifest
@@ -50,3 +52,8 @@ def memory_need(
         drafter_caches=element * drafter.caches.elements(batch, cache_rows),
         working=_LOGIT_BYTES * num_slots * target.vocab_size + element * feature_rows * features,
     )
+
+
+def largest_below(limit: int, size: Callable[[int], int], room: int) -> int:
+    """The largest number below ``limit`` whose size is at most ``room``, or 0; sizes grow with the number."""
+    return bisect.bisect_right(range(1, limit), room, key=size)

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from tests.engines.conftest import RTX
+from tests.places import Place, replaced
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.engines import ENGINE_KINDS, EngineRecord, ShapeRange, engine_kinds, graphs_identity, open_engines
 from xpress_runtime.errors import BundleError
 from xpress_runtime.version import ENGINES_FORMAT
 
 GRAPHS = {"embed", "target", "head", "drafter", "refiner-k2", "refiner-k0", "accept"}
-Place = tuple[str | int, ...]
 
 
 @pytest.fixture
@@ -103,18 +103,6 @@ def fields_of(value: Any, path: Place = ()) -> Iterator[Place]:
             yield from fields_of(value[key], (*path, key))
 
 
-def changed(values: Any, path: Place, value: Any) -> Any:
-    values = json.loads(json.dumps(values))
-    place = values
-    for key in path[:-1]:
-        place = place[key]
-    if value is ...:
-        del place[path[-1]]
-    else:
-        place[path[-1]] = value
-    return values
-
-
 def test_every_wrong_or_missing_value_is_named(spoilt: Bundle) -> None:
     values = description(spoilt)
     paths = list(fields_of(values))
@@ -125,7 +113,7 @@ def test_every_wrong_or_missing_value_is_named(spoilt: Bundle) -> None:
             present = present[key]
         wrong = [] if present is None else TYPES[type(present)]
         for value in [*wrong, *([] if path == ("peak_build_bytes",) or path[:-1] == ("built_with",) else [...])]:
-            describe(spoilt, changed(values, path, value))
+            describe(spoilt, replaced(values, path, value))
             # A missing engine is one that was built from another set of graphs.
             assert_refused(spoilt, "other graphs" if value is ... and path[:-1] == ("engines",) else str(path[-1]), verify=False)
 
@@ -163,7 +151,7 @@ def test_every_wrong_or_missing_value_is_named(spoilt: Bundle) -> None:
     ],
 )
 def test_value_that_cannot_be(path: Place, value: Any, named: tuple[str, ...], spoilt: Bundle) -> None:
-    describe(spoilt, changed(description(spoilt), path, value))
+    describe(spoilt, replaced(description(spoilt), path, value))
     assert_refused(spoilt, *named)
 
 

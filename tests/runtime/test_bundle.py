@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Built
+from tests.places import Place, replaced
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.errors import BundleError, OutputError
 from xpress_runtime.version import BUNDLE_FORMAT
@@ -73,9 +74,6 @@ def description() -> dict[str, Any]:
     }
 
 
-Place = tuple[str | int, ...]
-
-
 def fields_of(value: Any, path: Place = ()) -> Iterator[Place]:
     """Every place in a JSON value but its root."""
     for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
@@ -85,14 +83,7 @@ def fields_of(value: Any, path: Place = ()) -> Iterator[Place]:
 
 def changed(path: Place, value: Any) -> dict[str, Any]:
     """The description with one place replaced, or with ``...`` removed."""
-    values = description()
-    place: Any = values
-    for key in path[:-1]:
-        place = place[key]
-    if value is ...:
-        del place[path[-1]]
-    else:
-        place[path[-1]] = value
+    values: dict[str, Any] = replaced(description(), path, value)
     return values
 
 

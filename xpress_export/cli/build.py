@@ -71,7 +71,7 @@ def command(
         open_backend("ort-cpu")
     quiet_libraries()
     target_checkpoint, drafter_checkpoint = open_pair(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
-    resolved = resolved_options(target_checkpoint, drafter_checkpoint, profile, options)
+    resolved = resolved_options(target_checkpoint, drafter_checkpoint, options, chosen, profile)
     num_graphs = len(graph_names(resolved))
     with progress("build", num_graphs * (len(built) + len(requests)) + 2, quiet=as_json) as report:
 

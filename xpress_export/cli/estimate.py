@@ -56,12 +56,14 @@ def shown_estimate(
     """The estimate as text, or as one JSON object."""
     if target is None or drafter is None:
         raise click.UsageError("--estimate needs --target and --drafter", click.get_current_context())
+    from xpress_engines.profiles import load_profile
     from xpress_export.checkpoints.config_only import open_pair_configs
     from xpress_export.estimate import estimate_bundle
 
     quiet_libraries()
     opened = open_pair_configs(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
-    resolved = resolved_options(*opened, profile, options)
+    chosen = load_profile(profile) if profile is not None else None
+    resolved = resolved_options(*opened, options, chosen, profile)
     wanted = [Precision(name) for name in dict.fromkeys(precisions or ("fp32", "fp16"))]
     estimate = estimate_bundle(*opened, resolved, wanted)
     return _json(estimate, resolved) if as_json else _text(*opened, estimate, resolved)

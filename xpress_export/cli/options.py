@@ -11,6 +11,7 @@ import click
 from xpress_runtime.errors import OptionError
 
 if TYPE_CHECKING:
+    from xpress_engines.profiles import ProfileSet
     from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
     from xpress_export.options import BuildOptions
 
@@ -121,19 +122,19 @@ warning_options = combined(
 )
 
 
-def resolved_options(target: TargetCheckpoint, drafter: DrafterCheckpoint, profile: str | None, options: Mapping[str, Any]) -> BuildOptions:
+def resolved_options(
+    target: TargetCheckpoint, drafter: DrafterCheckpoint, options: Mapping[str, Any], profile: ProfileSet | None, profile_name: str | None
+) -> BuildOptions:
     """Build options, with a profile's capacity, batch and prefill chunk where they were not given; OptionError."""
-    from xpress_engines.profiles import load_profile
     from xpress_export.options import resolve_options
 
     if profile is None:
         return resolve_options(target, drafter, **options)
-    chosen = load_profile(profile)
-    taken = {name: getattr(chosen, name) for name in ("capacity", "batch", "prefill_chunk") if options[name] is None}
+    taken = {name: getattr(profile, name) for name in ("capacity", "batch", "prefill_chunk") if options[name] is None}
     try:
         return resolve_options(target, drafter, **{**options, **taken})
     except OptionError as problem:
         named = str(problem)
         if any(named.startswith(f"--{name.replace('_', '-')} ") for name in taken):
-            raise OptionError(f"profile {profile}: {named.removeprefix('--')}") from None
+            raise OptionError(f"profile {profile_name}: {named.removeprefix('--')}") from None
         raise

@@ -5,13 +5,12 @@ Knows sizes only; knows nothing about devices or engines.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Mapping
 
 from xpress_runtime.backends.cuda import show_bytes
 from xpress_runtime.errors import EnvironmentProblem
 from xpress_runtime.manifest import Manifest
-from xpress_runtime.memory import memory_need
+from xpress_runtime.memory import largest_below, memory_need
 
 # What the context, the libraries and the fragments between allocations take beyond what is planned.
 _RESERVE_BYTES = 64 << 20
@@ -46,13 +45,8 @@ class MemoryPlan:
         )
 
     def _advice(self, needed: Callable[[int, int], Mapping[str, int]], room: int) -> str:
-        capacity = _largest(self._manifest.capacity, lambda value: sum(needed(value, self._num_rows).values()), room)
-        batch = _largest(self._num_rows, lambda value: sum(needed(self._manifest.capacity, value).values()), room)
+        capacity = largest_below(self._manifest.capacity, lambda value: sum(needed(value, self._num_rows).values()), room)
+        batch = largest_below(self._num_rows, lambda value: sum(needed(self._manifest.capacity, value).values()), room)
         found = (("capacity", capacity, 2), ("batch", batch, 1))
         advice = [f"a {name} of {value} would fit: build again with --{name} {value}" for name, value, least in found if value >= least]
         return ", or ".join(advice) or "nothing smaller would fit either: end other programs on the GPU, or use a smaller model"
-
-
-def _largest(limit: int, size: Callable[[int], int], room: int) -> int:
-    """The largest number below ``limit`` whose size is at most ``room``, or 0; sizes grow with the number."""
-    return bisect.bisect_right(range(1, limit), room, key=size)
