@@ -113,6 +113,19 @@ def write_drafter(
     return tensors
 
 
+def write_markov_drafter(
+    folder: Path, target_folder: Path, *, rank: int = 8, prefix: str = "", states_rank: bool = True, seed: int = 0, **options: Any
+) -> dict[str, torch.Tensor]:
+    """Save a random DFlash drafter with a Markov head, its tables named with ``prefix``; options and result are :func:`write_drafter`'s."""
+    tensors = write_drafter(folder, target_folder, refiner=False, seed=seed, **({"markov_rank": rank} if states_rank else {}), **options)
+    vocab_size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    generator = torch.Generator().manual_seed(seed + 1)
+    for name in ("markov_w1.weight", "markov_w2.weight"):
+        tensors[prefix + name] = torch.randn(vocab_size, rank, generator=generator) * rank**-0.25
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
 def random_drafter_tensors(config: dict[str, Any], *, refiner: bool, seed: int) -> dict[str, torch.Tensor]:
     """Random tensors under the published names, for a drafter's config.json."""
     hidden, heads, kv_heads, head_dim = (config[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"))

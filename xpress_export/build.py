@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
+from xpress_export.checkpoints import DrafterCheckpoint, DraftModelCheckpoint, TargetCheckpoint
 from xpress_export.checkpoints.tokenizer_files import write_tokenizer
 from xpress_export.graph_set import export_graph_set
 from xpress_export.graphs.exporter import ExportedGraph
@@ -19,7 +19,7 @@ from xpress_export.models.decoder import DecoderConfig
 from xpress_export.options import BuildOptions
 from xpress_export.staging import staged_folder
 from xpress_runtime.bundle import TOKENIZER_FOLDER, Bundle, file_sha256, write_manifest
-from xpress_runtime.manifest import CacheShape, DrafterRecord, FileRecord, GraphRecord, GraphSet, Manifest, Origin, TargetRecord
+from xpress_runtime.manifest import CacheShape, DrafterRecord, DraftModelRecord, FileRecord, GraphRecord, GraphSet, Manifest, Origin, TargetRecord
 from xpress_runtime.sets import AttentionForm, Precision, set_name
 from xpress_runtime.version import VERSION
 
@@ -41,25 +41,29 @@ def build_bundle(
     options: BuildOptions,
     *,
     precisions: Sequence[Precision] = (Precision.FP32,),
+    draft_model: DraftModelCheckpoint | None = None,
     replace: bool = False,
     complete: Callable[[Path, Manifest], None] = lambda _folder, _manifest: None,
     report: Report = lambda _: None,
 ) -> Bundle:
     """Write a bundle with one graph set for each precision to ``output``; it appears there complete or not at all.
 
-    ``complete`` may add to the staged folder, whose manifest is written by then. ``report`` hears each step's name as it begins. ``target``
+    ``draft_model`` is an autoregressive drafter beside the block drafter. ``complete`` may add to the staged folder, whose manifest is written by then. ``report`` hears each step's name as it begins. ``target``
     and ``drafter`` must have passed :func:`xpress_export.checkpoints.check_pairing`. Raises OutputError and CheckpointError.
     """
-    needed = sum(weight_bytes(target, drafter, precision) for precision in precisions)
+    needed = sum(weight_bytes(target, drafter, precision, draft_model) for precision in precisions)
     with staged_folder(output, needed_bytes=needed, replace=replace) as staging:
         report("tokenizer")
         tokenizer = write_tokenizer(target.location.path, staging / TOKENIZER_FOLDER)
-        graph_sets = tuple(_graph_set(target, drafter, options, precision, staging, report) for precision in precisions)
+        graph_sets = tuple(
+            _graph_set(target, drafter, options, precision, staging, draft_model, report) for precision in precisions
+        )
         report("manifest")
         manifest = describe(
             target,
             drafter,
             options,
+            draft_model=draft_model,
             graph_sets=graph_sets,
             has_tokenizer=tokenizer is not None,
             files=_file_records(staging),
@@ -77,6 +81,7 @@ def describe(
     *,
     graph_sets: tuple[GraphSet, ...],
     files: Mapping[str, FileRecord],
+    draft_model: DraftModelCheckpoint | None = None,
     has_tokenizer: bool = False,
     built_with: Mapping[str, str] | None = None,
 ) -> Manifest:
@@ -84,6 +89,7 @@ def describe(
     return Manifest(
         target=_target_record(target),
         drafter=_drafter_record(drafter),
+        draft_model=None if draft_model is None else _draft_model_record(draft_model),
         graph_sets=graph_sets,
         has_tokenizer=has_tokenizer,
         files=files,
@@ -92,21 +98,40 @@ def describe(
     )
 
 
-def weight_bytes(target: TargetCheckpoint, drafter: DrafterCheckpoint, precision: Precision = Precision.FP32) -> int:
+def weight_bytes(
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    precision: Precision = Precision.FP32,
+    draft_model: DraftModelCheckpoint | None = None,
+) -> int:
     """Bytes of all weights in a precision; tied tables count once, and the little that stays fp32 in half sets counts as half."""
-    elements = sum(math.prod(shape) for checkpoint in (target, drafter) for shape in checkpoint.tensors.shapes.values())
+    checkpoints = [target, drafter, *([] if draft_model is None or draft_model.shares_tables else [draft_model])]
+    elements = sum(math.prod(shape) for checkpoint in checkpoints for shape in checkpoint.tensors.shapes.values())
     return precision.element_bytes * elements
 
 
 def _graph_set(
-    target: TargetCheckpoint, drafter: DrafterCheckpoint, options: BuildOptions, precision: Precision, staging: Path, report: Report
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    options: BuildOptions,
+    precision: Precision,
+    staging: Path,
+    draft_model: DraftModelCheckpoint | None,
+    report: Report,
 ) -> GraphSet:
     form = ATTENTION_FORMS[precision]
     name = set_name(precision, form)
     folder = staging / "graphs" / name
     folder.mkdir(parents=True)
     exported = export_graph_set(
-        target, drafter, options, folder, precision=precision, attention_form=form, report=lambda graph: report(f"{name} {graph}")
+        target,
+        drafter,
+        options,
+        folder,
+        precision=precision,
+        attention_form=form,
+        draft_model=draft_model,
+        report=lambda graph: report(f"{name} {graph}"),
     )
     return GraphSet(precision.value, form.value, {graph: _graph_record(made, staging) for graph, made in exported.items()})
 
@@ -131,13 +156,26 @@ def _drafter_record(drafter: DrafterCheckpoint) -> DrafterRecord:
         block_size=config.block_size,
         mask_token_id=config.mask_token_id,
         tap_layers=config.tap_layers,
-        refiner_rank=drafter.refiner.rank if drafter.refiner else None,
+        head=drafter.head,
+        head_rank=drafter.head_rank,
         trained_with_thinking=drafter.trained_with_thinking,
         caches=_cache_shape(config.backbone),
     )
 
 
-def _origin(checkpoint: TargetCheckpoint | DrafterCheckpoint) -> Origin:
+def _draft_model_record(draft_model: DraftModelCheckpoint) -> DraftModelRecord:
+    config = draft_model.config
+    return DraftModelRecord(
+        origin=_origin(draft_model),
+        layers=draft_model.layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        shares_tables=draft_model.shares_tables,
+        caches=_cache_shape(config),
+    )
+
+
+def _origin(checkpoint: TargetCheckpoint | DrafterCheckpoint | DraftModelCheckpoint) -> Origin:
     location = checkpoint.location
     # A folder is found again from anywhere; only what came from the hub has a revision.
     source = location.source if location.revision is not None else str(location.path.absolute())

@@ -15,14 +15,19 @@ MAX_BATCH = 1024
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """Resolved options. ``num_passes``: the default first, 0 always among them. ``cache_rows``: capacity and the longest overhang."""
+    """Resolved options.
+
+    ``num_passes``: the default first, 0 always among them. ``shortlists``: candidates per slot, the default first, 0 is the whole vocabulary.
+    ``cache_rows``: capacity and the longest overhang. ``sampling``: whether graphs for sampling are among them.
+    """
 
     num_passes: tuple[int, ...]
-    shortlist: int
+    shortlists: tuple[int, ...]
     capacity: int
     batch: int
     prefill_chunk: int
     cache_rows: int
+    sampling: bool
 
 
 def resolve_options(
@@ -30,10 +35,11 @@ def resolve_options(
     drafter: DrafterCheckpoint,
     *,
     num_passes: Sequence[int] | None = None,
-    shortlist: int | None = None,
+    shortlists: Sequence[int] | None = None,
     capacity: int | None = None,
     batch: int | None = None,
     prefill_chunk: int | None = None,
+    sampling: bool = True,
 ) -> BuildOptions:
     """Fill in what was not given from the checkpoints and refuse what they cannot do (OptionError)."""
     vocab_size, max_positions = target.config.vocab_size, target.config.max_positions
@@ -44,20 +50,16 @@ def resolve_options(
     batch = 1 if batch is None else batch
     if not 1 <= batch <= MAX_BATCH:
         raise OptionError(f"--batch is {batch}, expected 1 to {MAX_BATCH}")
-    if shortlist is None:
-        shortlist = drafter.refiner.shortlist if drafter.refiner else 0
-    if not 0 <= shortlist <= vocab_size:
-        raise OptionError(f"--shortlist is {shortlist}, expected 0 (the whole vocabulary) to {vocab_size}")
     block_size = drafter.config.block_size
     chunk = min(prefill_chunk or DEFAULT_PREFILL_CHUNK, capacity)
     return BuildOptions(
         num_passes=_passes(drafter, num_passes),
-        # The whole vocabulary needs no candidates.
-        shortlist=0 if shortlist == vocab_size else shortlist,
+        shortlists=_shortlists(drafter, shortlists, vocab_size),
         capacity=capacity,
         batch=batch,
         prefill_chunk=chunk,
         cache_rows=cache_rows(capacity, chunk, block_size),
+        sampling=sampling,
     )
 
 
@@ -70,17 +72,31 @@ def cache_rows(capacity: int, prefill_chunk: int, block_size: int) -> int:
     return -(-(capacity + max(prefill_chunk, 2 * block_size) + block_size) // 16) * 16
 
 
+def _shortlists(drafter: DrafterCheckpoint, wanted: Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
+    sizes = tuple(wanted) if wanted else (drafter.refiner.shortlist if drafter.refiner else 0,)
+    for size in sizes:
+        if not 0 <= size <= vocab_size:
+            raise OptionError(f"--shortlist is {size}, expected 0 (the whole vocabulary) to {vocab_size}")
+    # The whole vocabulary needs no candidates.
+    return tuple(dict.fromkeys(0 if size == vocab_size else size for size in sizes))
+
+
 def _passes(drafter: DrafterCheckpoint, wanted: Sequence[int] | None) -> tuple[int, ...]:
-    if drafter.refiner is None:
+    most = drafter.config.block_size - 1
+    if drafter.head is None:
         if wanted and any(wanted):
             raise OptionError(f"--num-passes {max(wanted)} needs a refiner, and {drafter.location.source} is a bare drafter; leave it out")
         return (0,)
-    passes = tuple(dict.fromkeys(wanted if wanted else (drafter.refiner.num_passes,)))
-    most = drafter.config.block_size - 1
+    default = drafter.refiner.num_passes if drafter.refiner else most
+    passes = tuple(dict.fromkeys(wanted if wanted else (default,)))
     for count in passes:
         if not 0 <= count <= most:
             raise OptionError(
                 f"--num-passes is {count}, expected 0 to {most}: "
                 f"one less than the block size {drafter.config.block_size} of {drafter.location.source}"
+            )
+        if drafter.head == "markov" and count not in (0, most):
+            raise OptionError(
+                f"--num-passes is {count}, expected 0 or {most}: the Markov head of {drafter.location.source} works through a block slot by slot"
             )
     return passes if 0 in passes else (*passes, 0)

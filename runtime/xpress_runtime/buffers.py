@@ -41,8 +41,8 @@ class Buffers:
         hidden, taps, logits = target["hidden"], target["taps"], programs["head"].outputs["logits"]
         working_rows = max(chunk, num_rows * block_size)
 
-        self.target_caches = self._caches(manifest.target.caches, programs["target"], num_rows, manifest.cache_rows)
-        self.drafter_caches = self._caches(manifest.drafter.caches, programs["drafter"], num_rows, manifest.cache_rows)
+        self.target_caches = allocate_caches(backend, manifest.target.caches, programs["target"], num_rows, manifest.cache_rows)
+        self.drafter_caches = allocate_caches(backend, manifest.drafter.caches, programs["drafter"], num_rows, manifest.cache_rows)
         # Working memory, wide enough for a prefill chunk of one row and for a block of every row.
         self.ids = self._ids(chunk)
         self.embeddings = self._features(hidden, working_rows)
@@ -52,8 +52,9 @@ class Buffers:
         self.prefill_taps = self._features(taps, chunk)
         self.draft_hidden = self._features(hidden, num_rows, block_size)
         self.base_logits = self._features(logits, num_rows, num_proposals)
-        self.refined_logits = self._features(logits, num_rows, num_proposals)
-        self.candidates = self._ids(num_rows * num_proposals * max(manifest.shortlist, 1))
+        # What the drafts were chosen from: refined logits, in sampled rounds over the temperature, of the vocabulary or of candidates.
+        self.draft_scores = self._features(logits, num_rows, num_proposals)
+        self.candidates = self._ids(num_rows * num_proposals * max(*manifest.shortlists, 1))
         self.logits = self._features(logits, num_rows, block_size)
         self.base_tokens = self._ids(num_rows, num_proposals)
         self.target_tokens = self._ids(num_rows, block_size)
@@ -80,11 +81,10 @@ class Buffers:
         # One for each round in flight: a round that runs must not overwrite what the host still reads of the one before.
         self.results = tuple(self._result(num_rows, block_size) for _ in range(backend.rounds_in_flight))
 
-    def fit_caches(self, cache_rows: int, *, keep: bool) -> None:
-        """Give every cache another number of rows within its memory; ``keep`` moves what it holds."""
-        for caches in (self.target_caches, self.drafter_caches):
-            for name in cache_inputs(caches):
-                caches[name] = caches[_output_name(name)] = self._backend.relayout(caches[name], cache_rows, keep=keep)
+    def fit(self, caches: Caches, cache_rows: int, *, keep: bool) -> None:
+        """Give caches another number of rows within their memory; ``keep`` moves what they hold."""
+        for name in cache_inputs(caches):
+            caches[name] = caches[_output_name(name)] = self._backend.relayout(caches[name], cache_rows, keep=keep)
 
     def _result(self, num_rows: int, block_size: int) -> RoundResult:
         accepted, tokens, num_emitted = self._ids(num_rows), self._ids(num_rows, block_size), self._ids(num_rows)
@@ -101,18 +101,20 @@ class Buffers:
     def _features(self, info: TensorInfo, *leading: int) -> Buffer:
         return self._backend.allocate((*leading, fixed(info.dims[2])), info.dtype)
 
-    def _caches(self, shape: CacheShape, program: Program, num_rows: int, cache_rows: int) -> Caches:
-        caches: Caches = {}
-        for layer in range(shape.num_layers):
-            for name in (f"key_cache.{layer}", f"value_cache.{layer}"):
-                if name not in program.inputs:
-                    raise ValueError(f"input {name} is missing")
-                info = program.inputs[name]
-                # One address as input and as output: the update happens in place.
-                caches[name] = caches[_output_name(name)] = self._backend.allocate(
-                    (num_rows, fixed(info.dims[1]), cache_rows, fixed(info.dims[3])), info.dtype
-                )
-        return caches
+
+def allocate_caches(backend: Backend, shape: CacheShape, program: Program, num_rows: int, cache_rows: int) -> Caches:
+    """Key and value caches [num_rows, kv heads, cache_rows, head dim] of every layer, as the graph's inputs and outputs call them."""
+    caches: Caches = {}
+    for layer in range(shape.num_layers):
+        for name in (f"key_cache.{layer}", f"value_cache.{layer}"):
+            if name not in program.inputs:
+                raise ValueError(f"input {name} is missing")
+            info = program.inputs[name]
+            # One address as input and as output: the update happens in place.
+            caches[name] = caches[_output_name(name)] = backend.allocate(
+                (num_rows, fixed(info.dims[1]), cache_rows, fixed(info.dims[3])), info.dtype
+            )
+    return caches
 
 
 def cache_inputs(caches: Caches) -> list[str]:

@@ -1,8 +1,8 @@
 """The decoding loops over a plan: speculative rounds (draft → refine → verify → commit), and plain decoding over the same graphs.
 
-Works on token ids of any number of rows; knows nothing about text, stopping or requests. Greedy: a round emits exactly the tokens that the
-target alone would produce. A backend that works behind the host's back gets the next round before the last one is read, so a row that is
-stopped may be in one round more; the plan drops what that round emits for it.
+Works on token ids of any number of rows; knows nothing about text, stopping or requests. A greedy row gets exactly the tokens that the target
+alone would produce, a sampled one tokens of exactly the target's distribution. A backend that works behind the host's back gets the next
+round before the last one is read, so a row that is stopped may be in one round more; the plan drops what that round emits for it.
 """
 
 from __future__ import annotations
@@ -11,35 +11,49 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 
 import numpy as np
 
+from xpress_runtime.drafters import Drafter
+from xpress_runtime.generation import GenerationConfig
 from xpress_runtime.plan import Committed, Plan, Round
+from xpress_runtime.prefill import prefill
+from xpress_runtime.sampling import SamplingForm
 from xpress_runtime.stats import GenerationStats, Stage
+from xpress_runtime.verification import Verification
 
 logger = logging.getLogger("xpress_runtime.loop")
+
+GREEDY = SamplingForm()
 
 
 class Loop(ABC):
     """Starts rows and runs rounds. ``width`` is the number of slots that a round verifies; ``stages`` are those that a round marks."""
 
     stages: tuple[Stage, ...]
-    with_drafter: bool
 
-    def __init__(self, plan: Plan, num_passes: int | None, width: int) -> None:
+    def __init__(self, plan: Plan, drafter: Drafter | None, verification: Verification, width: int) -> None:
         self.plan = plan
-        self.num_passes = num_passes
+        self.drafter = drafter
+        self.verification = verification
         self.num_proposals = width - 1
         self._width = width
         self._queued: deque[Round] = deque()
 
-    def start(self, row: int, prompt: Sequence[int], stats: GenerationStats) -> int:
-        """Prefill a row; returns its first token, which is the anchor of its first round."""
+    def start(self, row: int, prompt: Sequence[int], stats: GenerationStats, config: GenerationConfig | None = None) -> int:
+        """Read a row's prompt; returns its first token, which is the anchor of its first round.
+
+        ``config``: its sampling settings, with a seed; the loop's form must cover them. Greedy without.
+        """
         started = time.perf_counter()
-        first = self.plan.prefill(row, np.asarray(prompt, np.int64), with_drafter=self.with_drafter)
+        self.verification.start(row, config or GenerationConfig(seed=0), prompt)
+        prefill(self.plan, row, np.asarray(prompt, np.int64), self.drafter)
+        first = self.verification.first_token()
         self.plan.start(row, first, prompt[-1], len(prompt))
+        if self.drafter is not None:
+            self.drafter.start(row, prompt, first)
         stats.prefill_seconds = stats.stage_seconds[Stage.PREFILL] = time.perf_counter() - started
         return first
 
@@ -58,61 +72,60 @@ class Loop(ABC):
     def _queue(self) -> Round:
         current = self.plan.begin_round(self._width)
         # Equal keys bind equal buffers, so a backend may replay what it recorded; a report belongs to one plan and one round in flight.
-        self.plan.backend.run_round((type(self).__name__, self.num_passes, current.result.report), partial(self._stages, current))
+        self.plan.backend.run_round((self._key, current.result.report), partial(self._stages, current))
         current.result.report.send()
         return current
+
+    @property
+    def _key(self) -> Hashable:
+        drafter = None if self.drafter is None else self.drafter.key
+        return (type(self).__name__, drafter, self.verification.form)
 
     @abstractmethod
     def _stages(self, current: Round) -> None:
         """Queue one round and mark the end of each stage."""
 
-    @abstractmethod
     def _log_drafts(self) -> None:
         """Log what the last round drafted."""
 
 
 class SpeculativeLoop(Loop):
-    """Rounds of a drafted block, ``num_passes`` Jacobi passes and one verification."""
+    """Rounds of a drafted block and one verification of all of it."""
 
     stages = (Stage.DRAFT, Stage.REFINE, Stage.VERIFY)
-    with_drafter = True
 
-    def __init__(self, plan: Plan, num_passes: int) -> None:
-        super().__init__(plan, num_passes, plan.block_size)
-        self._num_passes = num_passes
-        plan.load(f"refiner-k{num_passes}")
+    def __init__(self, plan: Plan, drafter: Drafter, form: SamplingForm = GREEDY) -> None:
+        super().__init__(plan, drafter, Verification(plan, form, drafter.drawn_from(), drafter.key), plan.block_size)
+        self._drafts = drafter
 
     def _stages(self, current: Round) -> None:
-        plan, report = self.plan, current.result.report
+        report = current.result.report
         report.begin()
-        plan.draft()
+        self._drafts.draft()
         report.mark()
-        plan.refine(self._num_passes)
+        self._drafts.refine()
         report.mark()
-        plan.verify(current)
-        plan.commit()
+        self.verification.run(current)
+        self.verification.commit()
+        self._drafts.observe(current)
         report.mark()
 
     def _log_drafts(self) -> None:
         before, after = self.plan.drafts()
-        logger.debug("drafts before refinement %s, after %d passes %s", before.tolist(), self._num_passes, after.tolist())
+        logger.debug("drafts before refinement %s, after %s passes %s", before.tolist(), self._drafts.num_passes, after.tolist())
 
 
 class PlainLoop(Loop):
     """One token of the target per step: the baseline that every speed-up is measured against."""
 
     stages = (Stage.VERIFY,)
-    with_drafter = False
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan, None, 1)
+    def __init__(self, plan: Plan, form: SamplingForm = GREEDY) -> None:
+        super().__init__(plan, None, Verification(plan, form), 1)
 
     def _stages(self, current: Round) -> None:
         report = current.result.report
         report.begin()
-        self.plan.decode_one(current)
-        self.plan.commit()
+        self.verification.run(current)
+        self.verification.commit()
         report.mark()
-
-    def _log_drafts(self) -> None:
-        """Nothing is drafted."""

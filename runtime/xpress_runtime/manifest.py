@@ -11,12 +11,13 @@ from typing import Any
 
 from xpress_runtime.errors import BundleError
 from xpress_runtime.fields import Fields
+from xpress_runtime.graph_names import graph_names
 from xpress_runtime.sets import AttentionForm, Precision, set_name
 from xpress_runtime.version import BUNDLE_FORMAT
 
 MANIFEST_FILE = "bundle.json"
 
-_GRAPHS = ("embed", "target", "head", "drafter", "accept")
+HEADS = ("xpress", "markov")
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,14 @@ class TargetRecord:
 
 @dataclass(frozen=True)
 class DrafterRecord:
-    """The drafter of a bundle; ``refiner_rank`` is None for a bare DFlash drafter."""
+    """The block drafter of a bundle. ``head``: "xpress" (the refiner), "markov" or None for bare DFlash; ``head_rank`` is its rank."""
 
     origin: Origin
     block_size: int
     mask_token_id: int
     tap_layers: tuple[int, ...]
-    refiner_rank: int | None
+    head: str | None
+    head_rank: int | None
     trained_with_thinking: bool | None
     caches: CacheShape
 
@@ -71,6 +73,21 @@ class DrafterRecord:
     def num_proposals(self) -> int:
         """Tokens that one block proposes: all slots but the anchor's."""
         return self.block_size - 1
+
+
+@dataclass(frozen=True)
+class DraftModelRecord:
+    """The autoregressive drafter of a bundle: a causal LM with the target's tokenizer, or with ``layers`` those layers of one.
+
+    ``shares_tables``: its embedding table and head are the target's, so the set has no graphs of its own for them.
+    """
+
+    origin: Origin
+    layers: tuple[int, ...] | None
+    hidden_size: int
+    vocab_size: int
+    shares_tables: bool
+    caches: CacheShape
 
 
 @dataclass(frozen=True)
@@ -106,15 +123,17 @@ class FileRecord:
 class Manifest:
     """All of ``bundle.json``.
 
-    ``num_passes`` lists the built numbers of Jacobi passes, the default first; ``capacity`` is in tokens (prompt and output together), and
-    ``cache_rows`` is larger by the longest overhang of a chunk or block. ``parity`` is what the last parity run of each graph set found,
-    or None.
+    ``num_passes`` and ``shortlists`` list the built numbers of refinement passes and of candidates per slot (0: the whole vocabulary), the
+    default first; ``capacity`` is in tokens (prompt and output together), and ``cache_rows`` is larger by the longest overhang of a chunk or
+    block. ``sampling``: whether the graphs for sampling are there. ``parity`` is what the last parity run of each graph set found, or None.
     """
 
     target: TargetRecord
     drafter: DrafterRecord
+    draft_model: DraftModelRecord | None
     num_passes: tuple[int, ...]
-    shortlist: int
+    shortlists: tuple[int, ...]
+    sampling: bool
     capacity: int
     cache_rows: int
     prefill_chunk: int
@@ -128,6 +147,12 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """A JSON object, the format version first."""
         return {"format_version": BUNDLE_FORMAT, **asdict(self)}
+
+    @property
+    def graph_names(self) -> tuple[str, ...]:
+        """Every graph that a set of this bundle has."""
+        draft = None if self.draft_model is None else self.draft_model.shares_tables
+        return graph_names(self.num_passes, self.shortlists, sampling=self.sampling, draft_model_shares_tables=draft)
 
     def with_parity(self, parity: Mapping[str, Mapping[str, Any]]) -> Manifest:
         """With the results of these sets, those of others kept."""
@@ -155,8 +180,10 @@ def read_manifest(fields: Fields) -> Manifest:
     manifest = Manifest(
         target=_target(fields.nested("target")),
         drafter=_drafter(fields.nested("drafter")),
+        draft_model=_draft_model(fields.nested("draft_model")) if "draft_model" in fields else None,
         num_passes=fields.integers("num_passes"),
-        shortlist=fields.integer("shortlist"),
+        shortlists=fields.integers("shortlists"),
+        sampling=fields.boolean("sampling"),
         capacity=fields.integer("capacity", 1),
         cache_rows=fields.integer("cache_rows", 1),
         prefill_chunk=fields.integer("prefill_chunk", 1),
@@ -180,12 +207,14 @@ def _check(manifest: Manifest, origin: str) -> None:
     for what, token in (("mask_token_id", drafter.mask_token_id), *(("stop_token_ids", token) for token in target.stop_token_ids)):
         if token >= target.vocab_size:
             raise BundleError(f"{origin}: {what} has token {token}, expected less than the target's vocab_size {target.vocab_size}")
-    if manifest.shortlist > target.vocab_size:
-        raise BundleError(f"{origin}: shortlist is {manifest.shortlist}, expected at most the target's vocab_size {target.vocab_size}")
+    if not manifest.shortlists or max(manifest.shortlists) > target.vocab_size:
+        raise BundleError(
+            f"{origin}: shortlists {list(manifest.shortlists)} must name at least one, each at most the target's vocab_size {target.vocab_size}"
+        )
     if not manifest.graph_sets:
         raise BundleError(f"{origin}: field 'graph_sets' is empty, expected at least one set of graphs")
     for graph_set in manifest.graph_sets:
-        for name in (*_GRAPHS, *(f"refiner-k{passes}" for passes in manifest.num_passes)):
+        for name in manifest.graph_names:
             if name not in graph_set.graphs:
                 raise BundleError(f"{origin}: graph {name} of set {graph_set.name} is missing")
         for name, graph in graph_set.graphs.items():
@@ -211,8 +240,20 @@ def _drafter(fields: Fields) -> DrafterRecord:
         block_size=fields.integer("block_size", 2),
         mask_token_id=fields.integer("mask_token_id"),
         tap_layers=fields.integers("tap_layers"),
-        refiner_rank=fields.integer("refiner_rank", 1) if "refiner_rank" in fields else None,
+        head=fields.choice("head", HEADS) if "head" in fields else None,
+        head_rank=fields.integer("head_rank", 1) if "head_rank" in fields else None,
         trained_with_thinking=fields.boolean("trained_with_thinking") if "trained_with_thinking" in fields else None,
+        caches=_caches(fields.nested("caches")),
+    )
+
+
+def _draft_model(fields: Fields) -> DraftModelRecord:
+    return DraftModelRecord(
+        origin=_origin(fields.nested("origin")),
+        layers=fields.integers("layers") if "layers" in fields else None,
+        hidden_size=fields.integer("hidden_size", 1),
+        vocab_size=fields.integer("vocab_size", 1),
+        shares_tables=fields.boolean("shares_tables"),
         caches=_caches(fields.nested("caches")),
     )
 

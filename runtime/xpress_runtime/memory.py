@@ -54,6 +54,11 @@ def memory_need(
     )
 
 
+def backlog_rows(prefill_chunk: int, block_size: int) -> int:
+    """Rows of taps that wait for the drafter while a sequence is decoded plainly: what a call of the drafter takes anyway."""
+    return max(prefill_chunk, block_size)
+
+
 def largest_below(limit: int, size: Callable[[int], int], room: int) -> int:
     """The largest number below ``limit`` whose size is at most ``room``, or 0; sizes grow with the number."""
     return bisect.bisect_right(range(1, limit), room, key=size)

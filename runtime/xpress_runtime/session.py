@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, SupportsIndex
@@ -20,8 +21,9 @@ from typing import Any, Self, SupportsIndex
 from xpress_runtime.backends import Backend, open_backend
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.errors import OptionError, PromptError
-from xpress_runtime.generation import GenerationConfig, GenerationResult, Piece
-from xpress_runtime.loop import PlainLoop, SpeculativeLoop
+from xpress_runtime.generation import MAX_SEED, GenerationConfig, GenerationResult, Piece
+from xpress_runtime.loop import Loop
+from xpress_runtime.loops import Loops
 from xpress_runtime.plan import Plan
 from xpress_runtime.progress import RequestProgress
 from xpress_runtime.stats import GenerationStats, Stage
@@ -54,6 +56,7 @@ class Session:
         except BaseException:
             backend.close()
             raise
+        self._loops = Loops()
         # Counts generations: a stream that is no longer the latest one has lost its caches.
         self._generation = 0
         # One thread at a time works on the plan; generations of several threads wait for each other.
@@ -91,6 +94,7 @@ class Session:
         """Give the memory back; the session cannot be used afterwards."""
         with self._lock:
             self._plan = None
+            self._loops = Loops()
             self.backend.close()
 
     def generate(self, prompt: Prompt, config: GenerationConfig | None = None) -> GenerationResult:
@@ -109,16 +113,16 @@ class Session:
 
         A stream may be abandoned at any point; beginning another one on this session ends it.
         """
-        config = config or GenerationConfig()
+        config = self._seeded(config or GenerationConfig())
         tokens = self.encode(prompt)
         room = self._room(tokens)
         if config.stop and self.tokenizer is None:
             raise OptionError("stop strings need a tokenizer, and this bundle has none; use stop_token_ids")
         progress = RequestProgress(config, stop_token_ids=self.bundle.manifest.target.stop_token_ids, room=room, tokenizer=self.tokenizer)
         with self._lock:
-            loop = self._loop(self.open_plan(), config)
+            loop = self._loops.loop(self.open_plan(), config)
             self._generation += 1
-            return GenerationStream(self, loop, tokens, progress, self._generation)
+            return GenerationStream(self, loop, tokens, config, progress, self._generation)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt as token ids, as the target's tokenizer and chat template make them. Raises PromptError."""
@@ -152,15 +156,11 @@ class Session:
             raise OptionError("this session is closed; open another one")
         return self._plan
 
-    def _loop(self, plan: Plan, config: GenerationConfig) -> SpeculativeLoop | PlainLoop:
-        if config.speculation == "off":
-            return PlainLoop(plan)
-        built = self.bundle.manifest.num_passes
-        num_passes = built[0] if config.num_passes is None else config.num_passes
-        if num_passes not in built:
-            choices = ", ".join(str(passes) for passes in sorted(built))
-            raise OptionError(f"num_passes is {num_passes}, and the bundle was built for {choices}; choose one or build it again")
-        return SpeculativeLoop(plan, num_passes)
+    def _seeded(self, config: GenerationConfig) -> GenerationConfig:
+        """With a seed, drawn where sampling needs one and none was given; the statistics tell which."""
+        if config.seed is not None:
+            return config
+        return replace(config, seed=secrets.randbelow(MAX_SEED) if config.temperature > 0 else 0)
 
     def _room(self, tokens: Sequence[int]) -> int:
         capacity = self.bundle.manifest.capacity
@@ -183,15 +183,17 @@ class GenerationStream(Iterator[Piece]):
     def __init__(
         self,
         session: Session,
-        loop: SpeculativeLoop | PlainLoop,
+        loop: Loop,
         prompt: Sequence[int],
+        config: GenerationConfig,
         progress: RequestProgress,
         generation: int,
     ) -> None:
-        self.stats = GenerationStats(len(prompt), loop.num_proposals, loop.num_passes)
+        self.stats = statistics_of(loop, config, len(prompt))
         self._session = session
         self._loop = loop
         self._prompt = prompt
+        self._config = config
         self._progress = progress
         self._generation = generation
         self._failed = False
@@ -229,13 +231,14 @@ class GenerationStream(Iterator[Piece]):
         return piece
 
     def _first(self) -> Piece:
-        return self._progress.push([self._loop.start(0, self._prompt, self.stats)])
+        return self._progress.push([self._loop.start(0, self._prompt, self.stats, self._config)])
 
     def _round(self) -> Piece:
         started = time.perf_counter()
         committed = self._loop.round(self.stats)
         num_emitted = int(committed.num_emitted[0])
         piece = self._progress.push(committed.tokens[0, :num_emitted].tolist())
+        self.stats.proposals.append(committed.width - 1)
         self.stats.acceptance_lengths.append(num_emitted)
         self.stats.kept_lengths.append(len(piece.tokens))
         self.stats.decode_seconds += time.perf_counter() - started
@@ -267,6 +270,21 @@ class GenerationStream(Iterator[Piece]):
         round_ms = 1e3 * stats.decode_seconds / stats.rounds
         if round_ms > thresholds.round_ms:
             logger.warning("a round took %.0f ms on average, more than %.0f ms", round_ms, thresholds.round_ms)
+
+
+def statistics_of(loop: Loop, config: GenerationConfig, prompt_tokens: int) -> GenerationStats:
+    """Empty statistics of a generation: what it runs with."""
+    drafter = loop.drafter
+    return GenerationStats(
+        prompt_tokens,
+        loop.num_proposals,
+        None if drafter is None else drafter.num_passes,
+        speculation=config.speculation,
+        drafter=None if drafter is None else drafter.name,
+        shortlist=None if drafter is None else drafter.shortlist,
+        draft_steps=None if drafter is None else drafter.draft_steps,
+        seed=config.seed if config.temperature > 0 else None,
+    )
 
 
 def _token_ids(prompt: Sequence[Any], vocab_size: int) -> list[int]:

@@ -6,6 +6,7 @@ Counts refer to tokens that were kept. The first token comes from the prompt's p
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -25,13 +26,21 @@ class Stage(Enum):
 class GenerationStats:
     """Counts and times of one generation.
 
-    ``acceptance_lengths``: accepted drafts + 1 of every round as verified. ``kept_lengths``: tokens of every round that were kept; only the
-    last can be shorter, where a stop or a limit cut it.
+    ``num_proposals``: proposals of a full block, 0 in plain decoding; ``num_passes``, ``shortlist`` and ``draft_steps`` are None where the
+    drafter has none. ``seed``: what the noise was made of, None without sampling. Of every round: ``proposals`` that were verified (fewer
+    than a full block where speculation is "auto", 0 for a plain step), ``acceptance_lengths`` (accepted drafts + 1, as verified),
+    ``kept_lengths`` (tokens that were kept; only the last can be shorter, where a stop or a limit cut it).
     """
 
     prompt_tokens: int
     num_proposals: int
     num_passes: int | None
+    speculation: str = "on"
+    drafter: str | None = None
+    shortlist: int | None = None
+    draft_steps: int | None = None
+    seed: int | None = None
+    proposals: list[int] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
     kept_lengths: list[int] = field(default_factory=list)
     stage_seconds: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
@@ -49,7 +58,8 @@ class GenerationStats:
 
     @property
     def proposed(self) -> int:
-        return self.rounds * self.num_proposals
+        """Proposals that were verified."""
+        return sum(self.proposals)
 
     @property
     def accepted(self) -> int:
@@ -68,10 +78,26 @@ class GenerationStats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """For each proposal slot 1 … P-1, the share of rounds in which it was accepted."""
+        """For each proposal slot 1 … P-1, the share of the rounds that verified it in which it was accepted; 0 where none did."""
         if not self.rounds:
             return []
-        return [sum(length > slot for length in self.acceptance_lengths) / self.rounds for slot in range(1, self.num_proposals + 1)]
+        return [accepted / max(verified, 1) for accepted, verified in zip(*self.slot_counts(), strict=True)]
+
+    def slot_counts(self) -> tuple[list[int], list[int]]:
+        """For each proposal slot 1 … P-1, in how many rounds it was accepted, and in how many it was verified."""
+        slots = range(1, self.num_proposals + 1)
+        accepted = [sum(length > slot for length in self.acceptance_lengths) for slot in slots]
+        return accepted, [sum(proposed >= slot for proposed in self.proposals) for slot in slots]
+
+    @property
+    def width_counts(self) -> dict[int, int]:
+        """How many rounds verified how many proposals; 0 are plain steps."""
+        return dict(sorted(Counter(self.proposals).items()))
+
+    @property
+    def time_to_first_token(self) -> float:
+        """Seconds from the start of the prompt's prefill to its first token."""
+        return self.prefill_seconds
 
     @property
     def host_seconds(self) -> float:
@@ -95,14 +121,21 @@ class GenerationStats:
         return {
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
+            "speculation": self.speculation,
+            "drafter": self.drafter,
             "num_passes": self.num_passes,
+            "shortlist": self.shortlist,
+            "draft_steps": self.draft_steps,
+            "seed": self.seed,
             "rounds": self.rounds,
             "proposed": self.proposed,
             "accepted": self.accepted,
             "acceptance_rate": self.acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance_by_position": self.acceptance_by_position,
+            "width_counts": self.width_counts,
             "prefill_ms": 1e3 * self.prefill_seconds,
+            "time_to_first_token_ms": 1e3 * self.time_to_first_token,
             "draft_ms": 1e3 * self.stage_seconds[Stage.DRAFT],
             "refine_ms": 1e3 * self.stage_seconds[Stage.REFINE],
             "verify_ms": 1e3 * self.stage_seconds[Stage.VERIFY],

@@ -1,4 +1,4 @@
-"""A drafter checkpoint: the xPress serving format, or bare DFlash without a refiner.
+"""A drafter checkpoint: the xPress serving format, or DFlash, bare or with a Markov head.
 
 Opening checks the config, and names and shapes of all tensors; values are read when a module is asked for. Whether drafter and target
 belong together is pairing.py's question.
@@ -6,7 +6,9 @@ belong together is pairing.py's question.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,10 +22,12 @@ from xpress_export.checkpoints.decoder_config import (
 )
 from xpress_export.checkpoints.licence import read_licence
 from xpress_export.checkpoints.locate import Location, locate, shown
+from xpress_export.checkpoints.markov import MARKOV_ARCHITECTURES, MARKOV_FIELDS, markov_of_tensors, markov_plan, read_markov
 from xpress_export.checkpoints.packing import Packed, check_tensors, expected_tensors, layer_plan, linear, plain, read_plan
 from xpress_export.checkpoints.target import identity_of
 from xpress_export.checkpoints.tensors import SafetensorsSource, TensorSource
 from xpress_export.models.drafter import Drafter, DrafterConfig
+from xpress_export.models.markov import MarkovConfig, MarkovHead
 from xpress_export.models.refiner import Refiner, RefinerConfig
 from xpress_export.models.rope import rotary_tables
 from xpress_runtime.errors import CheckpointError
@@ -41,39 +45,65 @@ MIX = f"{HEAD}.mix.L"
 XPRESS_FIELDS = frozenset(
     ("xpress_rank", "xpress_mlp_hidden", "xpress_block_size", "xpress_num_passes", "xpress_candidate_topc", "xpress_topc")
 )
-DRAFTER_FIELDS = READ_FIELDS | XPRESS_FIELDS | {"num_target_layers", "block_size", "dflash_config", "sample_from_anchor", "enable_thinking"}
+DRAFTER_FIELDS = (
+    READ_FIELDS
+    | XPRESS_FIELDS
+    | MARKOV_FIELDS
+    | {"num_target_layers", "block_size", "dflash_config", "sample_from_anchor", "enable_thinking"}
+)
 DFLASH_FIELDS = frozenset(("mask_token_id", "target_layer_ids", "enable_thinking"))
+
+HeadConfig = RefinerConfig | MarkovConfig
 
 
 class DrafterCheckpoint:
-    """A checked drafter; ``refiner`` is None for bare DFlash. ``trained_with_thinking`` is None when the checkpoint does not say."""
+    """A checked drafter. Of ``refiner`` and ``markov`` the one that it has is set, for bare DFlash neither.
+
+    ``trained_with_thinking`` is None when the checkpoint does not say.
+    """
 
     def __init__(
         self,
         location: Location,
         config: DrafterConfig,
-        refiner: RefinerConfig | None,
+        head: HeadConfig | None,
         tensors: TensorSource,
         licence: str | None,
         trained_with_thinking: bool | None,
     ) -> None:
         self.location = location
         self.config = config
-        self.refiner = refiner
+        self.refiner = head if isinstance(head, RefinerConfig) else None
+        self.markov = head if isinstance(head, MarkovConfig) else None
         self.licence = licence
         self.trained_with_thinking = trained_with_thinking
         self.tensors = tensors
         self._drafter_plan = drafter_plan(config)
-        self._refiner_plan = refiner_plan(refiner) if refiner is not None else {}
-        folded = folded_tensors(refiner) if refiner is not None else {}
+        self._head_plan = refiner_plan(head, tensors.shapes) if head is not None else {}
+        folded = folded_tensors(head) if head is not None else {}
         origin = str(location.path)
-        if refiner is None and any(name.startswith(f"{HEAD}.") for name in tensors.shapes):
+        if self.refiner is None and any(name.startswith(f"{HEAD}.") for name in tensors.shapes):
             raise CheckpointError(f"{origin} has tensors of a refiner ({HEAD}.…), but config.json has no xpress_rank")
-        check_tensors(tensors, expected_tensors(self._drafter_plan, self._refiner_plan) | folded, origin)
+        check_tensors(tensors, expected_tensors(self._drafter_plan, self._head_plan) | folded, origin)
+
+    @property
+    def head(self) -> Literal["xpress", "markov"] | None:
+        """What corrects the drafter's block."""
+        if self.refiner is not None:
+            return "xpress"
+        return "markov" if self.markov is not None else None
+
+    @property
+    def head_rank(self) -> int | None:
+        """Width of the head's token tables."""
+        head = self.refiner or self.markov
+        return None if head is None else head.rank
 
     def identity(self) -> str:
         """sha256 over the config as we read it and over the tensors."""
         description = {"drafter": asdict(self.config), "refiner": asdict(self.refiner) if self.refiner is not None else None}
+        if self.markov is not None:
+            description["markov"] = asdict(self.markov)
         return identity_of(description, self.tensors)
 
     def drafter(self, num_positions: int, attention_form: AttentionForm) -> Drafter:
@@ -84,13 +114,19 @@ class DrafterCheckpoint:
         module.load_state_dict(read_plan(self._drafter_plan, self.tensors), strict=True, assign=True)
         return module
 
-    def refiner_module(self) -> Refiner:
-        if self.refiner is None:
-            raise CheckpointError(f"'{self.location.source}' is a bare DFlash drafter without a refiner; only 0 passes can be built")
-        with torch.device("meta"):
-            module = Refiner(self.refiner)
-        module.load_state_dict(read_plan(self._refiner_plan, self.tensors) | self._folded(self.refiner.rank), strict=True, assign=True)
-        return module
+    def refiner_module(self) -> Refiner | MarkovHead:
+        """The head that the drafter has; CheckpointError if it has none."""
+        if self.refiner is not None:
+            with torch.device("meta"):
+                refiner = Refiner(self.refiner)
+            refiner.load_state_dict(read_plan(self._head_plan, self.tensors) | self._folded(self.refiner.rank), strict=True, assign=True)
+            return refiner
+        if self.markov is not None:
+            with torch.device("meta"):
+                head = MarkovHead(self.markov)
+            head.load_state_dict(read_plan(self._head_plan, self.tensors), strict=True, assign=True)
+            return head
+        raise CheckpointError(f"'{self.location.source}' is a bare DFlash drafter without a refiner; only 0 passes can be built")
 
     def _folded(self, rank: int) -> dict[str, Tensor]:
         """Parameters that are computed from a published tensor, not only laid out."""
@@ -111,16 +147,21 @@ def open_drafter(reference: str, revision: str | None = None) -> DrafterCheckpoi
     if location.is_gguf:
         raise CheckpointError(f"'{reference}' is a GGUF file; a drafter is a folder with config.json and safetensors")
     fields = Fields.from_file(location.path / "config.json", CheckpointError)
-    config, refiner = read_drafter_config(fields)
+    config, head = read_drafter_config(fields)
     source = SafetensorsSource.from_folder(location.path)
-    return DrafterCheckpoint(location, config, refiner, source, read_licence(location.path), _read_thinking(fields))
+    if head is None and "markov_rank" not in fields:
+        head = markov_of_tensors(source.shapes, config.backbone.vocab_size, config.block_size)
+    return DrafterCheckpoint(location, config, head, source, read_licence(location.path), _read_thinking(fields))
 
 
-def read_drafter_config(fields: Fields) -> tuple[DrafterConfig, RefinerConfig | None]:
-    """The drafter and, unless it is bare DFlash, the refiner that a config.json describes."""
-    has_refiner = _check_format(fields)
+def read_drafter_config(fields: Fields) -> tuple[DrafterConfig, HeadConfig | None]:
+    """The drafter that a config.json describes, and its head: a refiner, a Markov head, or None for bare DFlash."""
+    architecture = _check_format(fields)
+    has_refiner = architecture == XPRESS_ARCHITECTURE
     config = _read_drafter(fields, may_omit_taps=not has_refiner)
-    return config, _read_refiner(fields, config) if has_refiner else None
+    if has_refiner:
+        return config, _read_refiner(fields, config)
+    return config, read_markov(fields, architecture, config.backbone.vocab_size, config.block_size)
 
 
 def drafter_plan(config: DrafterConfig) -> dict[str, Packed]:
@@ -133,8 +174,13 @@ def drafter_plan(config: DrafterConfig) -> dict[str, Packed]:
     return plan
 
 
-def refiner_plan(config: RefinerConfig) -> dict[str, Packed]:
-    """The refiner's parameters that are published tensors as they are or transposed; the rest is :func:`folded_tensors`."""
+def refiner_plan(config: HeadConfig, published: Collection[str] = ()) -> dict[str, Packed]:
+    """The head's parameters that are published tensors as they are or transposed; the rest is :func:`folded_tensors`.
+
+    ``published``: names of the checkpoint's tensors, where they are known; a Markov head's have one of two prefixes.
+    """
+    if isinstance(config, MarkovConfig):
+        return markov_plan(config, published)
     rank, hidden = config.rank, config.hidden_size
     gate_up = [(f"{HEAD}.mlp.gate_proj", config.mlp_hidden), (f"{HEAD}.mlp.up_proj", config.mlp_hidden)]
     return {
@@ -154,29 +200,32 @@ def default_taps(num_draft_layers: int, num_target_layers: int) -> tuple[int, ..
     return tuple(round(1 + index * (num_target_layers - 4) / (num_draft_layers - 1)) for index in range(num_draft_layers))
 
 
-def folded_tensors(config: RefinerConfig) -> dict[str, tuple[int, ...]]:
+def folded_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """Published tensors that parameters are computed from; a Markov head has none."""
+    if isinstance(config, MarkovConfig):
+        return {}
     return {IN_PROJECTION: (config.rank, 3 * config.rank), MIX: (config.rank, config.block_size, config.block_size)}
 
 
-def _check_format(fields: Fields) -> bool:
-    """True for the xPress serving format, False for bare DFlash; anything else is refused by name."""
+def _check_format(fields: Fields) -> str:
+    """The architecture: the xPress serving format, DFlash, or DFlash with a Markov head; anything else is refused by name."""
     if "speculators_model_type" in fields:
         raise CheckpointError(f"{fields.origin}: speculators checkpoints are not supported; give the xPress serving format or bare DFlash")
     architectures = fields.required("architectures")
-    if architectures not in ([XPRESS_ARCHITECTURE], [DFLASH_ARCHITECTURE]):
+    known = (XPRESS_ARCHITECTURE, DFLASH_ARCHITECTURE, *MARKOV_ARCHITECTURES)
+    if architectures not in [[name] for name in known]:
         named = shown(", ".join(map(str, architectures)) if isinstance(architectures, list) else architectures)
-        raise CheckpointError(
-            f"{fields.origin}: architecture {named} is not a drafter, expected {XPRESS_ARCHITECTURE} or {DFLASH_ARCHITECTURE}"
-        )
+        raise CheckpointError(f"{fields.origin}: architecture {named} is not a drafter, expected {', '.join(known[:-1])} or {known[-1]}")
+    architecture: str = architectures[0]
     if (model_type := fields.text("model_type")) != "qwen3":
         raise CheckpointError(f"{fields.origin}: model_type '{shown(model_type)}' of a drafter is not supported, expected qwen3")
-    # auto_map is not looked at: published drafters name their own modelling code there, and its two architectures are what we implement.
+    # auto_map is not looked at: published drafters name their own modelling code there, and their architectures are what we implement.
     refuse_misspelled(fields, DRAFTER_FIELDS)
     refuse_unless(fields, "sample_from_anchor", (False,))
-    has_refiner = bool(architectures == [XPRESS_ARCHITECTURE])
-    if not has_refiner and (found := sorted(name for name in XPRESS_FIELDS if name in fields)):
-        raise CheckpointError(f"{fields.origin}: architecture {DFLASH_ARCHITECTURE} has no refiner, but field '{found[0]}' is given")
-    return has_refiner
+    what, others = ("Markov head", MARKOV_FIELDS) if architecture == XPRESS_ARCHITECTURE else ("refiner", XPRESS_FIELDS)
+    if found := sorted(name for name in others if name in fields):
+        raise CheckpointError(f"{fields.origin}: architecture {architecture} has no {what}, but field '{found[0]}' is given")
+    return architecture
 
 
 def _read_drafter(fields: Fields, *, may_omit_taps: bool) -> DrafterConfig:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import torch
@@ -132,11 +132,11 @@ def read_target_config(fields: Fields, location: Location) -> tuple[str, Decoder
     return read_decoder_config(fields)
 
 
-def decoder_plan(config: DecoderConfig) -> dict[str, Packed]:
-    """Our decoder's parameters out of the published tensors."""
+def decoder_plan(config: DecoderConfig, layers: Sequence[int] | None = None) -> dict[str, Packed]:
+    """Our decoder's parameters out of the published tensors; ``layers`` are the published layers that ours are, one after another."""
     plan: dict[str, Packed] = {"norm.weight": plain("model.norm.weight", config.hidden_size)}
-    for layer in range(config.num_layers):
-        plan |= layer_plan(f"layers.{layer}", f"model.layers.{layer}", config, packed_qkv=True)
+    for ours, published in enumerate(range(config.num_layers) if layers is None else layers):
+        plan |= layer_plan(f"layers.{ours}", f"model.layers.{published}", config, packed_qkv=True)
     return plan
 
 

@@ -20,7 +20,7 @@ from xpress_export.graphs.translations import OPSET, TRANSLATIONS
 from xpress_export.graphs.weights import WeightStore
 
 # Sizes to trace with. None is 0 or 1, which torch.export would fix, and all differ, so that no two dims are taken for one.
-_TRACE_SIZES = {"B": 2, "S": 5, "R": 3, "W": 4, "N": 24}
+_TRACE_SIZES = {"B": 2, "S": 5, "R": 3, "W": 4, "N": 24, "Q": 6}
 
 
 @dataclass(frozen=True)

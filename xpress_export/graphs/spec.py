@@ -13,7 +13,7 @@ from torch import nn
 
 from xpress_runtime.sets import AttentionForm
 
-DYNAMIC_DIMS = {"B": "batch", "S": "tokens", "R": "rows", "W": "verified", "N": "cache_rows"}
+DYNAMIC_DIMS = {"B": "batch", "S": "tokens", "R": "rows", "W": "verified", "N": "cache_rows", "Q": "scored"}
 
 Dim = int | str
 

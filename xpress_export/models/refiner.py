@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from xpress_export.models.layers import Linear, SwiGlu
+from xpress_export.models.noise import BlockNoise
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,20 @@ class Refiner(nn.Module):
         self.mlp = SwiGlu(rank, config.mlp_hidden)
 
     def forward(
-        self, hidden: Tensor, base_logits: Tensor, anchor: Tensor, predecessor: Tensor, num_passes: int, shortlist: int
+        self,
+        hidden: Tensor,
+        base_logits: Tensor,
+        anchor: Tensor,
+        predecessor: Tensor,
+        num_passes: int,
+        shortlist: int,
+        noise: BlockNoise | None = None,
     ) -> RefinedBlock:
         static = self._static_half(hidden)
         known = torch.stack([predecessor, anchor], dim=1)
-        readout = ShortlistReadout(base_logits, self.w2, shortlist) if shortlist else FullReadout(base_logits, self.w2)
-        drafts, scores = readout.seed, readout.base
+        readout = ShortlistReadout(base_logits, self.w2, shortlist, noise) if shortlist else FullReadout(base_logits, self.w2, noise)
+        scores = readout.base
+        drafts = readout.pick(scores)
         passes = [drafts]
         for _ in range(num_passes):
             previous = torch.cat([known, drafts[:, :-1]], dim=1)
@@ -86,10 +95,10 @@ class FullReadout:
 
     candidates: Tensor | None = None
 
-    def __init__(self, base: Tensor, w2: Tensor) -> None:
+    def __init__(self, base: Tensor, w2: Tensor, noise: BlockNoise | None) -> None:
         self.base = base
         self.w2 = w2
-        self.seed = base.argmax(dim=-1)
+        self.noise = noise
 
     def refine(self, update: Tensor) -> Tensor:
         """update [B, P-1, r] → refined logits [B, P-1, V]."""
@@ -97,17 +106,18 @@ class FullReadout:
         return self.base + flat.reshape(self.base.shape).float()
 
     def pick(self, scores: Tensor) -> Tensor:
-        return scores.argmax(dim=-1)
+        """scores [B, P-1, V] → the best token of each slot, or the drawn one."""
+        return draw(scores, self.noise)
 
 
 class ShortlistReadout:
     """Scores only the base logits' best C candidates of each slot; their w2 rows are gathered once per block."""
 
-    def __init__(self, base: Tensor, w2: Tensor, size: int) -> None:
+    def __init__(self, base: Tensor, w2: Tensor, size: int, noise: BlockNoise | None) -> None:
         top = base.topk(size, dim=-1)
         self.base = top.values
         self.candidates: Tensor | None = top.indices
-        self.seed = top.indices[..., 0]
+        self.noise = noise
         self.rows = nn.functional.embedding(top.indices, w2)
 
     def refine(self, update: Tensor) -> Tensor:
@@ -115,6 +125,14 @@ class ShortlistReadout:
         return self.base + (self.rows @ update[..., None])[..., 0].float()
 
     def pick(self, scores: Tensor) -> Tensor:
+        """scores [B, P-1, C] → the best token of each slot, or the drawn one."""
         assert self.candidates is not None
-        best = scores.argmax(dim=-1, keepdim=True)
-        return self.candidates.gather(-1, best)[..., 0]
+        best = draw(scores, self.noise, self.candidates)
+        return self.candidates.gather(-1, best[..., None])[..., 0]
+
+
+def draw(scores: Tensor, noise: BlockNoise | None, candidates: Tensor | None = None) -> Tensor:
+    """scores [B, P-1, V or C] → [B, P-1], the index of the best; with noise a draw from each slot's softmax."""
+    if noise is not None:
+        scores = noise.perturb(scores, slice(0, scores.shape[1]), candidates)
+    return scores.argmax(dim=-1)
