@@ -12,7 +12,7 @@ import torch
 
 from tests.tiny import write_drafter, write_target
 from xpress_export.build import build_bundle
-from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint, open_pair
+from xpress_export.checkpoints import DrafterCheckpoint, DraftModelCheckpoint, TargetCheckpoint, open_draft_model, open_pair
 from xpress_export.options import resolve_options
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.sets import Precision
@@ -34,14 +34,28 @@ class Built:
     bundle: Bundle
     target: TargetCheckpoint
     drafter: DrafterCheckpoint
+    draft_model: DraftModelCheckpoint | None = None
 
 
-def build(target: Path, drafter: Path, output: Path, *, precisions: Sequence[Precision] = (Precision.FP32,), **options: Any) -> Built:
-    """Build a bundle as the command does, without parity."""
+def build(
+    target: Path,
+    drafter: Path,
+    output: Path,
+    *,
+    precisions: Sequence[Precision] = (Precision.FP32,),
+    sampling: bool = False,
+    draft_layers: Sequence[int] | None = None,
+    draft_model: Path | None = None,
+    **options: Any,
+) -> Built:
+    """Build a bundle as the command does, without parity. Graphs for sampling take seconds each, so only where they are needed."""
     target_checkpoint, drafter_checkpoint = open_pair(str(target), str(drafter))
-    resolved = resolve_options(target_checkpoint, drafter_checkpoint, **options)
-    bundle = build_bundle(target_checkpoint, drafter_checkpoint, output, resolved, precisions=precisions)
-    return Built(bundle, target_checkpoint, drafter_checkpoint)
+    resolved = resolve_options(target_checkpoint, drafter_checkpoint, sampling=sampling, **options)
+    model = None
+    if draft_layers is not None or draft_model is not None:
+        model = open_draft_model(None if draft_model is None else str(draft_model), None, draft_layers, target_checkpoint)
+    bundle = build_bundle(target_checkpoint, drafter_checkpoint, output, resolved, precisions=precisions, draft_model=model)
+    return Built(bundle, target_checkpoint, drafter_checkpoint, model)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from tests.conftest import CONFORMANCE, Built
 from xpress_runtime.backends import open_backend
+from xpress_runtime.drafters import BlockDrafter
 from xpress_runtime.generation import GenerationConfig
 from xpress_runtime.loop import SpeculativeLoop
 from xpress_runtime.plan import Plan
@@ -55,7 +56,7 @@ def test_every_round(conformance: tuple[str, Built]) -> None:
     arrays = load_file(CONFORMANCE / case / "expected.safetensors")
     num_passes = built.bundle.manifest.num_passes[0]
     plan = Plan(built.bundle, open_backend("ort-cpu", threads=1))
-    loop = SpeculativeLoop(plan, num_passes)
+    loop = SpeculativeLoop(plan, BlockDrafter(plan, num_passes))
     compared = 0
     for prompt_index, prompt in enumerate(_expected(case)["prompts"]):
         stats = GenerationStats(len(prompt["prompt"]), plan.block_size - 1, num_passes)
@@ -95,7 +96,7 @@ def test_a_batch_of_prompts_gives_what_each_gives_alone(conformance: tuple[str, 
     expected = _expected(case)
     num_passes = built.bundle.manifest.num_passes[0]
     plan = Plan(built.bundle, open_backend("ort-cpu", threads=1), num_rows=num_rows)
-    loop = SpeculativeLoop(plan, num_passes)
+    loop = SpeculativeLoop(plan, BlockDrafter(plan, num_passes))
     prompts = expected["prompts"][:num_rows]
     stats = GenerationStats(0, plan.block_size - 1, num_passes)
     outputs = [[loop.start(row, prompt["prompt"], stats)] for row, prompt in enumerate(prompts)]

@@ -19,7 +19,17 @@ from xpress_export.models.decoder import DecoderConfig
 from xpress_export.options import BuildOptions
 from xpress_export.staging import staged_folder
 from xpress_runtime.bundle import TOKENIZER_FOLDER, Bundle, file_sha256, write_manifest
-from xpress_runtime.manifest import CacheShape, DrafterRecord, DraftModelRecord, FileRecord, GraphRecord, GraphSet, Manifest, Origin, TargetRecord
+from xpress_runtime.manifest import (
+    CacheShape,
+    DrafterRecord,
+    DraftModelRecord,
+    FileRecord,
+    GraphRecord,
+    GraphSet,
+    Manifest,
+    Origin,
+    TargetRecord,
+)
 from xpress_runtime.sets import AttentionForm, Precision, set_name
 from xpress_runtime.version import VERSION
 
@@ -48,16 +58,15 @@ def build_bundle(
 ) -> Bundle:
     """Write a bundle with one graph set for each precision to ``output``; it appears there complete or not at all.
 
-    ``draft_model`` is an autoregressive drafter beside the block drafter. ``complete`` may add to the staged folder, whose manifest is written by then. ``report`` hears each step's name as it begins. ``target``
-    and ``drafter`` must have passed :func:`xpress_export.checkpoints.check_pairing`. Raises OutputError and CheckpointError.
+    ``draft_model`` is an autoregressive drafter beside the block drafter. ``complete`` may add to the staged folder, whose manifest is
+    written by then. ``report`` hears each step's name as it begins. ``target`` and ``drafter`` must have passed
+    :func:`xpress_export.checkpoints.check_pairing`. Raises OutputError and CheckpointError.
     """
     needed = sum(weight_bytes(target, drafter, precision, draft_model) for precision in precisions)
     with staged_folder(output, needed_bytes=needed, replace=replace) as staging:
         report("tokenizer")
         tokenizer = write_tokenizer(target.location.path, staging / TOKENIZER_FOLDER)
-        graph_sets = tuple(
-            _graph_set(target, drafter, options, precision, staging, draft_model, report) for precision in precisions
-        )
+        graph_sets = tuple(_graph_set(target, drafter, options, precision, staging, draft_model, report) for precision in precisions)
         report("manifest")
         manifest = describe(
             target,
@@ -105,8 +114,10 @@ def weight_bytes(
     draft_model: DraftModelCheckpoint | None = None,
 ) -> int:
     """Bytes of all weights in a precision; tied tables count once, and the little that stays fp32 in half sets counts as half."""
-    checkpoints = [target, drafter, *([] if draft_model is None or draft_model.shares_tables else [draft_model])]
-    elements = sum(math.prod(shape) for checkpoint in checkpoints for shape in checkpoint.tensors.shapes.values())
+    sources = [target.tensors, drafter.tensors]
+    if draft_model is not None and not draft_model.shares_tables:
+        sources.append(draft_model.tensors)
+    elements = sum(math.prod(shape) for source in sources for shape in source.shapes.values())
     return precision.element_bytes * elements
 
 

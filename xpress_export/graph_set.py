@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from xpress_export.checkpoints import DrafterCheckpoint, DraftModelCheckpoint, TargetCheckpoint
 from xpress_export.graphs.accept import accept_graph, accept_sampled_graph
@@ -89,7 +90,7 @@ def graph_makers(
     num_positions: Dim = "N" if form is AttentionForm.LENGTH else options.cache_rows
     # From there a round ends at most a block further, and a frozen row still needs room for a context run and a block behind its position.
     accept = Accept(block_size, config.mask_token_id, last_start=options.cache_rows - 3 * block_size)
-    sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "block_size": block_size, "dtype": dtype}
+    sizes: dict[str, Any] = {"hidden_size": hidden_size, "vocab_size": vocab_size, "block_size": block_size, "dtype": dtype}
     load_refiner = functools.cache(lambda: in_precision(drafter.refiner_module(), precision))
 
     def refiner(passes: int, shortlist: int, *, sampled: bool) -> GraphSpec:

@@ -17,8 +17,8 @@ MAX_BATCH = 1024
 class BuildOptions:
     """Resolved options.
 
-    ``num_passes``: the default first, 0 always among them. ``shortlists``: candidates per slot, the default first, 0 is the whole vocabulary.
-    ``cache_rows``: capacity and the longest overhang. ``sampling``: whether graphs for sampling are among them.
+    ``num_passes``: the default first, 0 always among them. ``shortlists``: candidates per slot, the default first, 0 is the whole
+    vocabulary. ``cache_rows``: capacity and the longest overhang. ``sampling``: whether graphs for sampling are among them.
     """
 
     num_passes: tuple[int, ...]
@@ -97,6 +97,7 @@ def _passes(drafter: DrafterCheckpoint, wanted: Sequence[int] | None) -> tuple[i
             )
         if drafter.head == "markov" and count not in (0, most):
             raise OptionError(
-                f"--num-passes is {count}, expected 0 or {most}: the Markov head of {drafter.location.source} works through a block slot by slot"
+                f"--num-passes is {count}, expected 0 or {most}: "
+                f"the Markov head of {drafter.location.source} works through a block slot by slot"
             )
     return passes if 0 in passes else (*passes, 0)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from xpress_engines.kinds import EngineKind, builder_version
-from xpress_engines.profiles import ProfileSet, dim_ranges
+from xpress_engines.profiles import BlockSizes, ProfileSet, dim_ranges
 from xpress_runtime import version
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.engines import ENGINES_FILE, EngineManifest, EngineRecord, ProfileRecord, ShapeRange, graphs_identity
@@ -67,10 +67,10 @@ def build_engines(bundle: Bundle, options: EngineOptions, folder: Path, *, repor
     """
     kind, profile = options.kind, options.profile
     graph_set = bundle.manifest.graph_set(options.graph_set)
-    layout, block_size = profile.layout, bundle.manifest.drafter.block_size
+    layout, sizes = profile.layout, BlockSizes.of(bundle.manifest)
     assert layout is not None, "the caller resolves the layout"
     started = time.monotonic()
-    ranges = {graph: dim_ranges(graph, profile, layout, block_size) for graph in graph_set.graphs}
+    ranges = {graph: dim_ranges(graph, profile, layout, sizes) for graph in graph_set.graphs}
     engines: dict[str, EngineRecord] = {}
     peak: int | None = None
     for event in run_worker(worker_job(bundle, options, folder, ranges), kind.package):
@@ -88,7 +88,7 @@ def build_engines(bundle: Bundle, options: EngineOptions, folder: Path, *, repor
         precision=graph_set.precision,
         built_from=graphs_identity(bundle, graph_set.name),
         compute_capabilities=options.compute_capabilities,
-        profile=ProfileRecord(profile.prefill_chunk, bundle.manifest.drafter.block_size, profile.batch, profile.capacity, layout),
+        profile=ProfileRecord(profile.prefill_chunk, sizes.block_size, profile.batch, profile.capacity, layout),
         engines=engines,
         build_seconds=round(time.monotonic() - started, 3),
         peak_build_bytes=peak,

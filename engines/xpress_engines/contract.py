@@ -33,8 +33,14 @@ class GraphContract:
     attention: tuple[str, ...]
 
     @property
+    def caches(self) -> dict[str, str]:
+        """Every input that is updated in place, by key, value or taps, and the output that it is then."""
+        found = {name: name.replace("_cache.", "_cache_out.") for name in self.inputs if "_cache." in name}
+        return found | ({"store": "store_out"} if "store" in self.inputs else {})
+
+    @property
     def num_layers(self) -> int:
-        """Layers that have a cache."""
+        """Layers of attention that have a cache."""
         return sum(name.startswith("key_cache.") for name in self.inputs)
 
     @property

@@ -19,29 +19,63 @@ from xpress_runtime.errors import CheckFailed
 
 @dataclass(frozen=True)
 class Fp32Island:
-    """An operator that computes in fp32 in a half-precision graph. With ``reads`` only where it reads that input of the graph as it is."""
+    """An operator that computes in fp32 in a half-precision graph. With ``reads`` only where it reads that input of the graph as it is, with
+    ``follows`` only where it is computed from that input and nothing in half precision lies between.
+    """
 
     graph: str
     operator: str
     reads: str | None
     reason: str
+    follows: str | None = None
 
 
-# All of fp32 that a half-precision graph may have.
+_SCORES = "logits are fp32"
+_NOISE = "noise is drawn for fp32 logits: a draw in half precision would have other odds"
+
+# All of fp32 that a graph with half-precision tensors may have.
 FP32_ISLANDS = (
     Fp32Island("*", "RMSNormalization", None, "the sum of squares of a norm leaves the range of fp16"),
     Fp32Island("head", "Gemm", "hidden", "logits of a half-precision product lie on a grid so coarse that they tie"),
-    Fp32Island("head", "ArgMax", None, "logits are fp32"),
+    Fp32Island("head", "ArgMax", None, _SCORES),
+    Fp32Island("draft-head", "Gemm", "hidden", "as in the head of the target"),
+    Fp32Island("draft-head", "ArgMax", None, _SCORES),
     Fp32Island("drafter", "MatMul", "taps", "taps of real models exceed 2e4, and their sum the range of fp16"),
-    Fp32Island("refiner-k*", "Add", "base_logits", "logits are fp32"),
-    Fp32Island("refiner-k*", "ArgMax", None, "logits are fp32"),
-    Fp32Island("refiner-k*", "TopK", None, "logits are fp32"),
+    Fp32Island("refiner-k*", "Add", "base_logits", _SCORES),
+    Fp32Island("refiner-k*", "ArgMax", None, _SCORES),
+    Fp32Island("refiner-k*", "TopK", None, _SCORES),
     Fp32Island("refiner-k*", "ReduceSum", None, "the mixer's sum over the block's slots"),
+    # Noise is computed from the key, and meets logits that were scaled by the temperature.
+    *(
+        Fp32Island("refiner-k*-sampled", operator, None, _NOISE, follows="noise_key")
+        for operator in ("Add", "Mul", "Sub", "Neg", "Log", "Clip", "Less")
+    ),
+    Fp32Island("refiner-k*-sampled", "Mul", None, _SCORES, follows="inverse_temperature"),
+    # The confidence of each slot, and how they rank.
+    *(
+        Fp32Island("denoise", operator, None, _SCORES, follows="base_logits")
+        for operator in ("Softmax", "ReduceMax", "Greater", "Equal", "ArgMax")
+    ),
 )
 
+# Graphs that are fp32 in every precision, inputs and outputs included, and have no weights: nothing in them may be of another one.
+FP32_GRAPHS = {
+    "sample": _NOISE,
+    "draft-step": _SCORES,
+    "draft-step-sampled": _NOISE,
+    "accept-sampled": "probabilities of two models are compared: their quotient decides",
+    "accept-candidates": "probabilities of two models are compared: their quotient decides",
+    "filter-top-k": "a limit is a threshold among logits, of which half precision would make many equal",
+    "filter-top-p": "a sum over the vocabulary, and a threshold among logits",
+    "penalise": _SCORES,
+    "count": "counts are added to logits",
+    "confidence": _SCORES,
+    "lookup": "its confidences are compared with those of other drafters",
+}
+
 # The input from which the bound of each graph's attention follows, and the one from which its caches are written.
-_BOUND_BY = {"target": "position", "drafter": "block_position"}
-_WRITTEN_FROM = {"target": "position", "drafter": "context_position"}
+_BOUND_BY = {"target": "position", "drafter": "block_position", "draft-decoder": "position"}
+_WRITTEN_FROM = {"target": "position", "drafter": "context_position", "draft-decoder": "position", "store-taps": "start"}
 
 # Layers that move values and compute none. A cast computes nothing by itself: what reads it shows in its own inputs.
 _MOVING = {
@@ -77,6 +111,8 @@ _BOUNDING = {
     "Unsqueeze",
 }
 _FLOATS = {"FLOAT", "HALF", "BF16"}
+_HALVES = {"HALF", "BF16"}
+_ARITHMETIC = {"ELEMENTWISE", "UNARY", "REDUCE", "CUMULATIVE"}
 PRECISIONS = {"fp32": "FLOAT", "fp16": "HALF", "bf16": "BF16"}
 
 
@@ -84,9 +120,10 @@ def check_network(trt: Any, network: Any, contract: GraphContract, precision: st
     """CheckFailed, in one line that names graph and layer, unless the network is what ``contract`` and ``precision`` say."""
     parsed = _Parsed(trt, network, contract)
     _check_signature(parsed)
-    _check_precision(parsed, PRECISIONS[precision])
+    _check_precision(parsed, "FLOAT" if contract.graph in FP32_GRAPHS else PRECISIONS[precision])
+    _check_integers(parsed)
+    _check_caches(parsed)
     if contract.num_layers or contract.attention:
-        _check_caches(parsed)
         _check_attention(parsed)
 
 
@@ -125,6 +162,18 @@ class _Parsed:
                 continue
             seen.add(one.name)
             waiting += inputs(self.producers[one.name])
+        return False
+
+    def follows(self, tensor: Any, name: str) -> bool:
+        """Whether the tensor is computed from the network input ``name`` without anything in half precision between."""
+        waiting, seen = [tensor], set()
+        while waiting:
+            one = waiting.pop()
+            if one.name == name:
+                return True
+            if one.name not in seen and one.dtype.name not in _HALVES and one.name in self.producers:
+                waiting += inputs(self.producers[one.name])
+            seen.add(one.name)
         return False
 
     def computed_by(self, tensor: Any) -> list[Any]:
@@ -205,17 +254,23 @@ def _check_precision(parsed: _Parsed, dtype: str) -> None:
 def _is_island(island: Fp32Island, parsed: _Parsed, layer: Any, operator: str) -> bool:
     if operator != island.operator or not fnmatchcase(parsed.contract.graph, island.graph):
         return False
+    if island.follows is not None:
+        return any(parsed.follows(tensor, island.follows) for tensor in inputs(layer))
     return island.reads is None or any(island.reads in parsed.moved_from(tensor) for tensor in inputs(layer))
+
+
+def _check_integers(parsed: _Parsed) -> None:
+    """Integers are computed with in 64 bits: products of noise are that wide, and wrap around in fewer without a word."""
+    for layer in parsed.layers:
+        if kind(layer) in _ARITHMETIC and any(tensor.dtype.name == "INT32" for tensor in (*inputs(layer), *outputs(layer))):
+            raise parsed.fails(layer, "computes with integers of 32 bits, expected 64")
 
 
 def _check_caches(parsed: _Parsed) -> None:
     """Every cache is read by one cache update layer, which writes the output of that name, in place from the position on."""
     contract = parsed.contract
     updates = [layer for layer in parsed.layers if kind(layer) == "KV_CACHE_UPDATE"]
-    for name in contract.inputs:
-        if "_cache." not in name:
-            continue
-        promised = name.replace("_cache.", "_cache_out.")
+    for name, promised in contract.caches.items():
         readers = [layer for layer in parsed.readers.get(name, []) if kind(layer) != "SHAPE"]
         for layer in readers:
             if kind(layer) != "KV_CACHE_UPDATE":
@@ -229,8 +284,8 @@ def _check_caches(parsed: _Parsed) -> None:
         start = _WRITTEN_FROM.get(contract.graph)
         if start is None or not parsed.depends_on(update.get_input(2), start):
             raise parsed.fails(update, f"writes cache {name} at rows that do not follow from the input {start or 'of a position'}")
-    if len(updates) != 2 * contract.num_layers:
-        raise parsed.graph_fails(f"{len(updates)} cache update layers, expected {2 * contract.num_layers}")
+    if len(updates) != len(contract.caches):
+        raise parsed.graph_fails(f"{len(updates)} cache update layers, expected {len(contract.caches)}")
 
 
 def _check_attention(parsed: _Parsed) -> None:

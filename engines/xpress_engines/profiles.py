@@ -3,7 +3,7 @@
 A profile set is a small TOML file with ``description``, ``prefill_chunk``, ``batch``, ``capacity`` and, if it shall differ from the kind's
 default, ``layout``. Knows the calls; knows nothing about TensorRT.
 
-Sizes: P block size; a call is (batch, tokens) and for the head also the wanted rows.
+A call is the sizes of a graph's dynamic dims: the batch, and where a graph has them tokens, wanted rows, verified slots and scored tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from xpress_runtime.engines import LAYOUTS, ShapeRange
 from xpress_runtime.errors import OptionError
 from xpress_runtime.fields import Fields
+from xpress_runtime.manifest import Manifest
 
 PRESETS = ("edge", "server")
 MAX_BATCH = 1024
@@ -23,6 +24,8 @@ MAX_PREFILL_CHUNK = 8192
 _PRESETS_FOLDER = Path(__file__).parent / "presets"
 _FIELDS = ("description", "prefill_chunk", "batch", "capacity", "layout")
 _MAX_FILE_BYTES = 64 * 1024
+# Graphs that are called with the batch alone, beside the refiners.
+_OF_BATCH = ("denoise", "lookup", "sample", "draft-start", "draft-step", "draft-step-sampled")
 
 Sizes = Mapping[str, int]
 
@@ -80,47 +83,102 @@ def _read(fields: Fields) -> ProfileSet:
     )
 
 
-def graph_calls(graph: str, profile: ProfileSet, block_size: int) -> tuple[Sizes, ...]:
-    """Every call of a graph as sizes of its dynamic dims: prefill, then draft, verify and single token; each once.
+@dataclass(frozen=True)
+class BlockSizes:
+    """What calls depend on beside the profile. ``draft_model_shares_tables``: None without an autoregressive drafter."""
 
-    Prefill takes one sequence at a time, and its call of the drafter needs a block of that one. Rounds take ``batch`` sequences, or one.
+    block_size: int
+    vocab_size: int
+    shortlists: tuple[int, ...] = (0,)
+    draft_model_shares_tables: bool | None = None
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> BlockSizes:
+        """Those of a bundle."""
+        shares_tables = None if manifest.draft_model is None else manifest.draft_model.shares_tables
+        return cls(manifest.drafter.block_size, manifest.target.vocab_size, manifest.shortlists, shares_tables)
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """Those of the prompt, and those of rounds."""
+
+    prompt: Sequence[Sizes]
+    rounds: Sequence[Sizes]
+
+
+def graph_calls(graph: str, profile: ProfileSet, sizes: BlockSizes) -> tuple[Sizes, ...]:
+    """Every call of a graph as sizes of its dynamic dims: the prompt, then rounds; each once.
+
+    The prompt takes one sequence at a time, and its call of the drafter needs a block of that one. Rounds take ``batch`` sequences, or one.
     """
-    chunk = _tokens(1, profile.prefill_chunk)
-    calls: list[Sizes] = []
-    if graph in ("embed", "target", "drafter"):
-        calls.append(chunk)
-    elif graph == "head":
-        calls.append({**chunk, "rows": 1})
-    for batch in dict.fromkeys((profile.batch, 1)):
-        block, single = _tokens(batch, block_size), _tokens(batch, 1)
-        if graph in ("embed", "target"):
-            calls += [block, single]
-        elif graph == "drafter":
-            calls.append(block)
-        elif graph == "head":
-            calls += [{**block, "rows": block_size - 1}, {**block, "rows": block_size}, {**single, "rows": 1}]
-        elif graph == "accept":
-            calls += [{"batch": batch, "verified": block_size}, {"batch": batch, "verified": 1}]
-        else:
-            assert graph.startswith("refiner-k"), f"no calls are known of graph {graph}"
-            calls.append({"batch": batch})
-    return tuple(call for index, call in enumerate(calls) if call not in calls[:index])
+    calls = _calls(graph, profile, sizes)
+    every = [*calls.prompt, *calls.rounds]
+    return tuple(call for index, call in enumerate(every) if call not in every[:index])
+
+
+def _calls(graph: str, profile: ProfileSet, sizes: BlockSizes) -> _Calls:
+    prompt = [_tokens(1, profile.prefill_chunk)]
+    batches = tuple(dict.fromkeys((profile.batch, 1)))
+    block = sizes.block_size
+    # What scores are of: the vocabulary, or a shortlist's candidates.
+    candidates = tuple(size for size in sizes.shortlists if size)
+
+    def rounds(*wanted: Sizes) -> list[Sizes]:
+        return [{"batch": batch, **call} for batch in batches for call in wanted]
+
+    if graph in ("embed", "target"):
+        # A draft model reads its first two tokens at once, through the target's table where it has none of its own.
+        drafted = [{"tokens": 2}] if graph == "embed" and sizes.draft_model_shares_tables else []
+        return _Calls(prompt, rounds({"tokens": block}, {"tokens": 1}, *drafted))
+    if graph == "head":
+        drafted = [{"tokens": 2, "rows": 1}] if sizes.draft_model_shares_tables else []
+        in_round = rounds({"tokens": block, "rows": block - 1}, {"tokens": block, "rows": block}, {"tokens": 1, "rows": 1}, *drafted)
+        return _Calls([{**prompt[0], "rows": 1}], in_round)
+    if graph == "drafter":
+        # A backlog of taps is read in a block's width or in a chunk's.
+        return _Calls(prompt, rounds({"tokens": block}))
+    if graph in ("draft-embed", "draft-decoder"):
+        return _Calls(prompt, rounds({"tokens": 2}, {"tokens": 1}))
+    if graph == "draft-head":
+        return _Calls([], rounds({"tokens": 2, "rows": 1}, {"tokens": 1, "rows": 1}))
+    if graph in ("accept", "filter-top-k", "filter-top-p", "penalise", "count"):
+        # The first token, behind the prompt, is chosen as in a plain step.
+        return _Calls([], rounds({"verified": block}, {"verified": 1}))
+    if graph == "accept-sampled":
+        return _Calls([], rounds({"verified": block}))
+    if graph == "accept-candidates":
+        # Lookup has one candidate a slot.
+        return _Calls([], rounds(*({"verified": block, "scored": scored} for scored in (*candidates, 1))))
+    if graph == "store-taps":
+        # A backlog is one sequence's.
+        return _Calls([], [{"batch": 1, "verified": verified} for verified in (block, 1)])
+    if graph == "confidence":
+        # Speculation "auto", which asks how sure a drafter is, decides for one sequence.
+        return _Calls([], [{"batch": 1, "scored": scored} for scored in (sizes.vocab_size, *candidates)])
+    assert graph in _OF_BATCH or graph.startswith("refiner-k"), f"no calls are known of graph {graph}"
+    return _Calls([], rounds({}))
 
 
 def _tokens(batch: int, tokens: int) -> Sizes:
     return {"batch": batch, "tokens": tokens}
 
 
-def dim_ranges(graph: str, profile: ProfileSet, layout: str, block_size: int) -> tuple[Mapping[str, tuple[int, int, int]], ...]:
+def dim_ranges(graph: str, profile: ProfileSet, layout: str, sizes: BlockSizes) -> tuple[Mapping[str, tuple[int, int, int]], ...]:
     """The optimization profiles of an engine as (min, opt, max) of each dynamic dim: one for each call, or one that spans them all.
 
-    The spanning one is tuned for the largest call of a round, a whole block of every sequence.
+    The spanning one is tuned for the largest call of a round, such as a whole block of every sequence.
     """
-    calls = graph_calls(graph, profile, block_size)
+    calls = graph_calls(graph, profile, sizes)
     if layout == "pinned":
         return tuple({dim: (size, size, size) for dim, size in call.items()} for call in calls)
-    round_call = {"batch": profile.batch, "tokens": block_size, "rows": block_size, "verified": block_size}
-    return ({dim: (min(call[dim] for call in calls), round_call[dim], max(call[dim] for call in calls)) for dim in calls[0]},)
+    in_rounds = _calls(graph, profile, sizes).rounds
+
+    def spanned(dim: str) -> tuple[int, int, int]:
+        every = [call[dim] for call in calls]
+        return min(every), max(call[dim] for call in in_rounds), max(every)
+
+    return ({dim: spanned(dim) for dim in calls[0]},)
 
 
 def input_ranges(

@@ -119,6 +119,9 @@ class AutoLoop(Loop):
     def _stages(self, current: Round) -> None:
         raise NotImplementedError("a round of this loop is decided while it runs")
 
+    def _log_drafts(self) -> None:
+        """Each round logs its own."""
+
     def _measured_policy(self) -> SpeculationPolicy:
         """Costs from running each stage a few times on a row that is not active: nothing is emitted, no text is changed."""
         plan, block_size = self.plan, self.plan.block_size

@@ -16,7 +16,7 @@ _LARGE = ("embed", "head", "drafter", "target")
 
 
 def refiner_name(num_passes: int, shortlist: int, *, sampled: bool = False) -> str:
-    """``refiner-k2`` over the whole vocabulary, ``refiner-k2-c256`` over the best 256 candidates; the sampled form ends with ``-sampled``."""
+    """``refiner-k2`` over the whole vocabulary, ``refiner-k2-c256`` over the best 256 candidates; sampled forms end with ``-sampled``."""
     candidates = f"-c{shortlist}" if num_passes and shortlist else ""
     return f"refiner-k{num_passes}{candidates}{SAMPLED if sampled else ''}"
 

@@ -1,8 +1,8 @@
 """The decoding loops over a plan: speculative rounds (draft → refine → verify → commit), and plain decoding over the same graphs.
 
-Works on token ids of any number of rows; knows nothing about text, stopping or requests. A greedy row gets exactly the tokens that the target
-alone would produce, a sampled one tokens of exactly the target's distribution. A backend that works behind the host's back gets the next
-round before the last one is read, so a row that is stopped may be in one round more; the plan drops what that round emits for it.
+Works on token ids of any number of rows; knows nothing about text, stopping or requests. A greedy row gets exactly the tokens that the
+target alone would produce, a sampled one tokens of exactly the target's distribution. A backend that works behind the host's back gets the
+next round before the last one is read, so a row that is stopped may be in one round more; the plan drops what that round emits for it.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class Loop(ABC):
     def _stages(self, current: Round) -> None:
         """Queue one round and mark the end of each stage."""
 
+    @abstractmethod
     def _log_drafts(self) -> None:
         """Log what the last round drafted."""
 
@@ -129,3 +130,6 @@ class PlainLoop(Loop):
         self.verification.run(current)
         self.verification.commit()
         report.mark()
+
+    def _log_drafts(self) -> None:
+        """Nothing is drafted."""

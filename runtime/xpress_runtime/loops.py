@@ -61,8 +61,11 @@ def chosen_variant(manifest: Manifest, config: GenerationConfig) -> tuple[int, i
     if config.shortlist not in manifest.shortlists:
         choices = ", ".join(str(size) for size in sorted(manifest.shortlists))
         raise OptionError(
-            f"shortlist is {config.shortlist}, and the bundle was built for {choices} (0: the whole vocabulary); choose one or build it again"
+            f"shortlist is {config.shortlist}, and the bundle was built for {choices} (0: the whole vocabulary); "
+            "choose one or build it again"
         )
     if config.shortlist and not num_passes:
-        raise OptionError(f"shortlist is {config.shortlist}, and without refinement passes there is nothing to score; leave one of them out")
+        raise OptionError(
+            f"shortlist is {config.shortlist}, and without refinement passes there is nothing to score; leave one of them out"
+        )
     return num_passes, config.shortlist

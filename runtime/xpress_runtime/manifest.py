@@ -124,8 +124,8 @@ class Manifest:
     """All of ``bundle.json``.
 
     ``num_passes`` and ``shortlists`` list the built numbers of refinement passes and of candidates per slot (0: the whole vocabulary), the
-    default first; ``capacity`` is in tokens (prompt and output together), and ``cache_rows`` is larger by the longest overhang of a chunk or
-    block. ``sampling``: whether the graphs for sampling are there. ``parity`` is what the last parity run of each graph set found, or None.
+    default first; ``capacity`` is in tokens (prompt and output together), and ``cache_rows`` is larger by the longest overhang of a chunk
+    or block. ``sampling``: whether the graphs for sampling are there. ``parity`` is what the last parity run of each graph set found.
     """
 
     target: TargetRecord
@@ -209,7 +209,8 @@ def _check(manifest: Manifest, origin: str) -> None:
             raise BundleError(f"{origin}: {what} has token {token}, expected less than the target's vocab_size {target.vocab_size}")
     if not manifest.shortlists or max(manifest.shortlists) > target.vocab_size:
         raise BundleError(
-            f"{origin}: shortlists {list(manifest.shortlists)} must name at least one, each at most the target's vocab_size {target.vocab_size}"
+            f"{origin}: shortlists {list(manifest.shortlists)} must name at least one, "
+            f"each at most the target's vocab_size {target.vocab_size}"
         )
     if not manifest.graph_sets:
         raise BundleError(f"{origin}: field 'graph_sets' is empty, expected at least one set of graphs")

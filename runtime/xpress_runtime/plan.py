@@ -1,8 +1,8 @@
 """A bundle's graphs and the memory that they work on, for a number of rows: loading, binding, where each row stands, rounds in flight.
 
 A round is a closed dataflow over fixed memory: what one graph writes is where the next one reads, and acceptance writes the state from
-which the next round starts. Which graphs a step runs is said elsewhere (``verification``, ``drafters``); this module runs what they bind. It
-decides nothing about prompts, stopping or statistics.
+which the next round starts. Which graphs a step runs is said elsewhere (``verification``, ``drafters``); this module runs what they bind.
+It decides nothing about prompts, stopping or statistics.
 
 Sizes: B rows, P block size, W verified slots.
 """
@@ -29,8 +29,8 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True)
 class Committed:
-    """What a round of ``width`` verified slots W emitted, per row: the number of accepted drafts [B], the emitted tokens [B, W] and how many
-    of them count [B]; and the seconds of each stage that was marked.
+    """What a round of ``width`` verified slots W emitted, per row: the number of accepted drafts [B], the emitted tokens [B, W] and how
+    many of them count [B]; and the seconds of each stage that was marked.
     """
 
     accepted: NDArray[Any]
@@ -51,7 +51,7 @@ class Round:
 
 
 class Plan:
-    """Everything that generation touches for ``num_rows`` rows. What a kind of drafter or sampling adds is allocated when it is first used."""
+    """Everything that generation touches for ``num_rows`` rows. What sampling or a kind of drafter adds is allocated at its first use."""
 
     def __init__(self, bundle: Bundle, backend: Backend, num_rows: int = 1) -> None:
         manifest = bundle.manifest

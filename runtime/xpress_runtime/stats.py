@@ -133,7 +133,7 @@ class GenerationStats:
             "acceptance_rate": self.acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance_by_position": self.acceptance_by_position,
-            "width_counts": self.width_counts,
+            "width_counts": {str(width): count for width, count in self.width_counts.items()},
             "prefill_ms": 1e3 * self.prefill_seconds,
             "time_to_first_token_ms": 1e3 * self.time_to_first_token,
             "draft_ms": 1e3 * self.stage_seconds[Stage.DRAFT],

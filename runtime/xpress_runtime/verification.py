@@ -49,7 +49,12 @@ class Verification:
     """Verification of rounds of one form. ``drawn_from``: of sampled drafts; ``backlog``: where taps wait that no drafter has read yet."""
 
     def __init__(
-        self, plan: Plan, form: SamplingForm, drawn_from: DrawnFrom | None = None, drafter_key: object = None, backlog: Backlog | None = None
+        self,
+        plan: Plan,
+        form: SamplingForm,
+        drawn_from: DrawnFrom | None = None,
+        drafter_key: object = None,
+        backlog: Backlog | None = None,
     ) -> None:
         self._plan = plan
         self.form = form
@@ -58,7 +63,9 @@ class Verification:
         self._key = ("verify", form, drafter_key, backlog is not None)
         if form.sampled:
             if not plan.bundle.manifest.sampling:
-                raise OptionError("this bundle was built without sampling (--no-sampling), so it decodes greedily; build it again without that")
+                raise OptionError(
+                    "this bundle was built without sampling (--no-sampling), so it decodes greedily; build it again without that"
+                )
             plan.load("sample")
             self._memory = plan.part(SamplingMemory)
             if drawn_from is not None:
@@ -161,7 +168,13 @@ class Verification:
     def _bind_accept_sampled(self, ids: Buffer, logits: Buffer, current: Round) -> BoundProgram:
         drawn_from = self._drawn_from
         assert drawn_from is not None, "sampled drafts were drawn from something"
-        bound = {"verify_ids": ids, "logits": logits, "draft_scores": drawn_from.scores, **drawn_inputs(self._memory.rows), **self._state(current)}
+        bound = {
+            "verify_ids": ids,
+            "logits": logits,
+            "draft_scores": drawn_from.scores,
+            **drawn_inputs(self._memory.rows),
+            **self._state(current),
+        }
         if drawn_from.candidates is not None:
             bound["candidates"] = drawn_from.candidates
         return self._plan.program(self._accept_graph).bind(bound)

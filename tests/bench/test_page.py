@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 
 import pytest
@@ -53,7 +54,7 @@ class Document(HTMLParser):
 
 def hostile() -> str:
     """A report in which everything that others wrote is hostile."""
-    made = report(prompts(excerpt=HOSTILE))
+    made = report()
     origin = {"source": HOSTILE, "revision": HOSTILE, "licence": HOSTILE, "identity": HOSTILE}
     subject = {**made.subject, "bundle": HOSTILE, "target": origin, "drafter": origin, "built_with": {HOSTILE: HOSTILE}}
     return render_page(report(prompts(excerpt=HOSTILE), subject=subject, notes=[HOSTILE]))
@@ -70,8 +71,9 @@ def test_page_is_whole_and_holds_all_plots() -> None:
         assert meaning in document.text
 
 
-@pytest.mark.parametrize("page", [render_page(report()), hostile()], ids=["plain", "hostile"])
-def test_page_names_nothing_outside_and_runs_nothing(page: str) -> None:
+@pytest.mark.parametrize("render", [lambda: render_page(report()), hostile], ids=["plain", "hostile"])
+def test_page_names_nothing_outside_and_runs_nothing(render: Callable[[], str]) -> None:
+    page = render()
     document = Document(page)
     assert not re.search(r"https?:|//|url\(|@import", re.sub(r"&[#\w]+;", "", page))
     assert not {"script", "img", "iframe", "link", "object", "embed", "form", "base", "a"} & set(document.tags)

@@ -42,8 +42,8 @@ def demo_target() -> Path:
 @pytest.fixture(scope="session")
 def demo(demo_target: Path) -> Demo:
     folder = demo_bundle_folder(default_cache())
-    target, drafter = open_demo_checkpoints(demo_target)
-    bundle = find_demo_bundle(folder) or build_demo_bundle(target, drafter, folder, lambda _: None)
+    target, drafter, draft_model = open_demo_checkpoints(demo_target)
+    bundle = find_demo_bundle(folder) or build_demo_bundle(target, drafter, draft_model, folder, lambda _: None)
     return Demo(bundle, target)
 
 

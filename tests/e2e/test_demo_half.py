@@ -21,7 +21,7 @@ from xpress_runtime.sets import Precision
 @pytest.fixture(scope="module")
 def half(demo_target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, DrafterCheckpoint]:
     """The demo's bundle with an fp16 set beside the fp32 one."""
-    target, drafter = open_demo_checkpoints(demo_target)
+    target, drafter, _ = open_demo_checkpoints(demo_target)
     options = resolve_options(target, drafter, num_passes=DEMO_NUM_PASSES, capacity=DEMO_CAPACITY)
     output = tmp_path_factory.mktemp("bundles") / "demo"
     return build_bundle(target, drafter, output, options, precisions=(Precision.FP32, Precision.FP16)), drafter

@@ -13,6 +13,7 @@ from tests.conftest import Built, build
 from tests.scripted import BLOCK_SIZE, SEED_TOKEN, continuation, write_scripted
 from xpress_runtime.backends import open_backend
 from xpress_runtime.backends.ort_cpu import OrtCpuBackend
+from xpress_runtime.drafters import BlockDrafter
 from xpress_runtime.generation import GenerationConfig
 from xpress_runtime.loop import PlainLoop, SpeculativeLoop
 from xpress_runtime.plan import Plan
@@ -102,7 +103,7 @@ def test_stop_token_inside_a_block_cuts_it(session: Session) -> None:
 
 def test_rows_of_different_length_in_one_batch(scripted: Built, backend: OrtCpuBackend) -> None:
     plan = Plan(scripted.bundle, backend, num_rows=3)
-    loop = SpeculativeLoop(plan, 2)
+    loop = SpeculativeLoop(plan, BlockDrafter(plan, 2))
     stats = _stats(plan, 2)
     prompts = [[2], continuation(8, 11), continuation(20, 5)]
     outputs = [[loop.start(row, prompt, stats)] for row, prompt in enumerate(prompts)]
@@ -119,7 +120,7 @@ def test_rows_of_different_length_in_one_batch(scripted: Built, backend: OrtCpuB
 
 def test_a_row_that_joins_later_disturbs_none(scripted: Built, backend: OrtCpuBackend) -> None:
     plan = Plan(scripted.bundle, backend, num_rows=2)
-    loop = SpeculativeLoop(plan, 3)
+    loop = SpeculativeLoop(plan, BlockDrafter(plan, 3))
     stats = _stats(plan, 3)
     outputs = [[loop.start(0, [9], stats)], []]
     for round_index in range(4):
@@ -136,7 +137,7 @@ def test_a_row_that_joins_later_disturbs_none(scripted: Built, backend: OrtCpuBa
 
 def test_a_stopped_row_emits_nothing_and_stays_at_the_front(scripted: Built, backend: OrtCpuBackend) -> None:
     plan = Plan(scripted.bundle, backend, num_rows=2)
-    loop = SpeculativeLoop(plan, 1)
+    loop = SpeculativeLoop(plan, BlockDrafter(plan, 1))
     stats = _stats(plan, 1)
     loop.start(0, [4, 5], stats)
     loop.start(1, [6], stats)
@@ -152,7 +153,7 @@ def test_a_stopped_row_emits_nothing_and_stays_at_the_front(scripted: Built, bac
 def test_rounds_freeze_before_the_end_of_the_caches(scripted: Built, backend: OrtCpuBackend) -> None:
     # A host that never stops a row: positions stay within the caches, whatever it does.
     plan = Plan(scripted.bundle, backend)
-    loop = SpeculativeLoop(plan, 3)
+    loop = SpeculativeLoop(plan, BlockDrafter(plan, 3))
     stats = _stats(plan, 3)
     loop.start(0, [1], stats)
     emitted = [int(loop.round(stats).num_emitted[0]) for _ in range(40)]
@@ -177,7 +178,7 @@ def test_plain_rounds_of_a_batch(scripted: Built, backend: OrtCpuBackend) -> Non
 
 def test_drafts_before_and_after_refinement(scripted: Built) -> None:
     plan = Plan(scripted.bundle, OrtCpuBackend(threads=1))
-    loop = SpeculativeLoop(plan, 3)
+    loop = SpeculativeLoop(plan, BlockDrafter(plan, 3))
     first = loop.start(0, [10], _stats(plan, 3))
     loop.round(_stats(plan, 3))
     before, after = plan.drafts()
@@ -200,7 +201,7 @@ def test_a_long_row_keeps_its_caches_while_another_joins(tmp_path_factory: pytes
     folder = tmp_path_factory.mktemp("grow")
     built = build(*write_scripted(folder), folder / "bundle", num_passes=(3,), capacity=500, prefill_chunk=64)
     plan = Plan(built.bundle, open_backend("ort-cpu", threads=1), num_rows=2)
-    loop = SpeculativeLoop(plan, 3)
+    loop = SpeculativeLoop(plan, BlockDrafter(plan, 3))
     stats = _stats(plan, 3)
     loop.start(0, continuation(5, 235), stats)
     before = plan.cached(0, 235)

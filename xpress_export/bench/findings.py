@@ -63,7 +63,10 @@ def _fastest(report: Report) -> str | None:
     if len(speedups) < 2:
         return None
     name, speedup = max(speedups.items(), key=lambda entry: entry[1].value)
-    caution = "" if speedup.excludes(1) and speedup.value > 1 else ", which is no gain that these prompts show"
+    gains = speedup.excludes(1) and speedup.value > 1
+    caution = (
+        "" if gains else ", which is slower than plain decoding" if speedup.excludes(1) else ", which is no gain that these prompts show"
+    )
     return f"The fastest mode is {report.measurements.modes[name].title}: {interval(speedup, ' ×')}{caution}."
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from xpress_export.bench.environment import describe_environment, describe_subject, load_note
 from xpress_export.bench.figures import Measurements
-from xpress_export.bench.measure import measure
+from xpress_export.bench.measure import Job, measure
 from xpress_export.bench.memory import PeakMemory, measure_memory
 from xpress_export.bench.modes import ModePlan
 from xpress_export.bench.prompts import BenchPrompt
@@ -38,7 +38,6 @@ def run_bench(
     started = datetime.now(UTC)
     jobs = measure(session, prompts, plan.modes, repeats=repeats, report=step)
     environment = describe_environment(session, threads=threads, load_before=load_before)
-    note = load_note(environment)
     devices = [job.device_bytes for job in jobs if job.device_bytes is not None]
     return Report(
         measurements=Measurements(prompts, plan.modes, jobs, seed),
@@ -47,7 +46,7 @@ def run_bench(
         settings=_settings(plan.modes[0].config, prompts, repeats, seed, started),
         environment=environment,
         memory=PeakMemory(peak_memory_bytes(), max(devices, default=None)),
-        notes=() if note is None else (note,),
+        notes=tuple(note for note in (load_note(environment), _cut_note(jobs, session.bundle.manifest.capacity)) if note),
     )
 
 
@@ -65,6 +64,11 @@ def with_memory(report: Report, bundle: Path, backend: str, threads: int | None,
         except EnvironmentProblem as problem:
             notes.append(f"The peak memory of {mode.title} was not measured: {problem}.")
     return replace(report, memory_of_modes=peaks, notes=tuple(notes))
+
+
+def _cut_note(jobs: Sequence[Job], capacity: int) -> str | None:
+    cut = sum(job.result.finish_reason == "capacity" for job in jobs)
+    return f"{cut} of {len(jobs)} generations ended at the bundle's capacity of {capacity} tokens." if cut else None
 
 
 def _settings(config: GenerationConfig, prompts: Sequence[BenchPrompt], repeats: int, seed: int, started: datetime) -> dict[str, Any]:

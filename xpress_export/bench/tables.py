@@ -186,7 +186,7 @@ def memory(report: Report) -> Table:
     """Peaks of each mode in a process of its own."""
     rows = []
     for name, peak in report.memory_of_modes.items():
-        cells = ("not told" if each is None else megabytes(each) for each in (peak.host_bytes, peak.device_bytes))
+        cells = ("none" if each is None else megabytes(each) for each in (peak.host_bytes, peak.device_bytes))
         rows.append((report.measurements.modes[name].title, *cells))
     return Table("Peak memory of a process that runs one mode", ("", "host", "device"), tuple(rows))
 

@@ -102,8 +102,6 @@ class DrafterCheckpoint:
     def identity(self) -> str:
         """sha256 over the config as we read it and over the tensors."""
         description = {"drafter": asdict(self.config), "refiner": asdict(self.refiner) if self.refiner is not None else None}
-        if self.markov is not None:
-            description["markov"] = asdict(self.markov)
         return identity_of(description, self.tensors)
 
     def drafter(self, num_positions: int, attention_form: AttentionForm) -> Drafter:

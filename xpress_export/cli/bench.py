@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xpress_export.cli.options import PassesType, bundle_argument, combined, json_option, session_options
+from xpress_export.cli.options import IntegersType, bundle_argument, combined, json_option, session_options
 from xpress_export.cli.progress import progress
 from xpress_export.cli.show import table
 from xpress_runtime.errors import OptionError
@@ -55,7 +55,7 @@ _mode_options = combined(
         help="Among A (plain, always measured), B (autoregressive drafter), L (prompt lookup), C (many steps, no refiner), "
         "D (one step and refiner), ablation, sweep (all built K) and auto. Default: all.",
     ),
-    click.option("--steps", type=PassesType(), metavar="S[,S…]", help="Denoising steps of the ablation. Default: 1,5,10."),
+    click.option("--steps", type=IntegersType("S[,S…]"), help="Denoising steps of the ablation. Default: 1,5,10."),
     click.option("--many-steps", type=int, help="Denoising steps of group C. Default: 10."),
     click.option("--num-passes", type=int, help="Refinement passes of group D, the ablation and auto. Default: the bundle's first."),
     click.option("--shortlist", type=int, help="Candidates per slot that the refiner scores. Default: the bundle's first."),
@@ -66,8 +66,12 @@ _sampling_options = combined(
     click.option(
         "--temperature", type=float, default=0.0, show_default=True, help="0: greedy, and tokens are compared with plain decoding's."
     ),
-    click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample from the likeliest tokens of this probability."),
-    click.option("--top-k", type=int, help="Sample from this many of the likeliest tokens."),
+    click.option("--top-k", type=int, help="Sample from the K best tokens."),
+    click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample from the fewest tokens with this much probability."),
+    click.option("--min-p", type=float, default=0.0, show_default=True, help="Leave out tokens less likely than this times the best."),
+    click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Over 1: against tokens of prompt and output."),
+    click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="Against tokens that the output has."),
+    click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="The same, for each time it has them."),
     click.option("--seed", type=int, default=0, show_default=True, help="Of sampling and of the intervals' bootstrap."),
     click.option("--repeats", type=click.IntRange(1, 1000), default=1, show_default=True, help="Generations of each prompt in each mode."),
 )

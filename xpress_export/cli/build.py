@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xpress_export.cli.options import build_options, checkpoint_options, combined, engine_options, json_option, resolved_options
+from xpress_export.cli.options import (
+    build_options,
+    checkpoint_options,
+    combined,
+    draft_model_options,
+    engine_options,
+    json_option,
+    opened_draft_model,
+    resolved_options,
+)
 from xpress_export.cli.progress import progress
 from xpress_export.cli.quiet import quiet_libraries
 from xpress_export.cli.show import engine_lines
@@ -24,6 +33,7 @@ if TYPE_CHECKING:
 @checkpoint_options
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="The bundle folder to make.")
 @build_options
+@draft_model_options
 @engine_options
 @combined(
     click.option("--no-parity", is_flag=True, help="Do not compare the bundle with PyTorch and transformers."),
@@ -35,6 +45,9 @@ def command(
     target_revision: str | None,
     drafter: str,
     drafter_revision: str | None,
+    draft_model: str | None,
+    draft_model_revision: str | None,
+    draft_layers: tuple[int, ...] | None,
     output: Path,
     engines: tuple[str, ...],
     precisions: tuple[str, ...],
@@ -52,7 +65,7 @@ def command(
     """
     from xpress_export.build import build_bundle
     from xpress_export.checkpoints import open_pair
-    from xpress_export.graph_set import graph_names
+    from xpress_export.graph_set import set_graph_names
     from xpress_export.staging import refuse_existing
     from xpress_runtime.backends import open_backend
     from xpress_runtime.bundle import Bundle
@@ -72,7 +85,8 @@ def command(
     quiet_libraries()
     target_checkpoint, drafter_checkpoint = open_pair(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
     resolved = resolved_options(target_checkpoint, drafter_checkpoint, options, chosen, profile)
-    num_graphs = len(graph_names(resolved))
+    model = opened_draft_model(target_checkpoint, draft_model, draft_model_revision, draft_layers)
+    num_graphs = len(set_graph_names(resolved, model))
     with progress("build", num_graphs * (len(built) + len(requests)) + 2, quiet=as_json) as report:
 
         def complete(staging: Path, manifest: Manifest) -> None:
@@ -88,6 +102,7 @@ def command(
             output,
             resolved,
             precisions=built,
+            draft_model=model,
             replace=force,
             complete=complete,
             report=report,
@@ -96,7 +111,7 @@ def command(
     if not no_parity:
         from xpress_export.cli.parity import run_parity
 
-        bundle = run_parity(bundle, target_checkpoint, drafter_checkpoint, as_json=as_json)
+        bundle = run_parity(bundle, target_checkpoint, drafter_checkpoint, model, as_json=as_json)
     if as_json:
         click.echo(json.dumps({"bundle": str(output), "parity": bundle.manifest.parity}))
     else:

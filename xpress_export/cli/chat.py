@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from xpress_export.cli.options import bundle_argument, generation_options, session_options
+from xpress_export.cli.options import bundle_argument, generation_config, generation_options, session_options
 from xpress_runtime.errors import PromptError
 
 
@@ -30,10 +30,9 @@ def command(
 ) -> None:
     """Talk to BUNDLE. /reset begins anew, /quit or the end of input leaves, Ctrl-C stops an answer."""
     from xpress_export.cli.show import stats_lines
-    from xpress_runtime.generation import GenerationConfig
     from xpress_runtime.session import Session
 
-    config = GenerationConfig(**generation)
+    config = generation_config(generation)
     opening = [{"role": "system", "content": system}] if system is not None else []
     with Session.open(bundle, backend, threads=threads, verify=not no_verify, runtime_cache=runtime_cache) as session:
         if session.tokenizer is None or not session.tokenizer.has_chat_template:

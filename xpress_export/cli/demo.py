@@ -14,11 +14,13 @@ from xpress_export.cli.quiet import quiet_libraries
 from xpress_export.cli.show import table
 
 if TYPE_CHECKING:
-    from xpress_export.measure import ModeFigures
+    from xpress_export.bench.figures import Measurements
     from xpress_runtime.bundle import Bundle
 
 # Of the held-out prompts, one of each kind: explanation, arithmetic, list, code.
 _PROMPT_INDICES = (4, 5, 15, 19)
+# Checkpoints, tokenizer, graphs, manifest.
+_NUM_BUILD_STEPS = 30
 _MODES = {"plain": "plain decoding", "drafter": "drafter only (K=0)", "refined": "drafter and refiner"}
 
 
@@ -39,25 +41,29 @@ def command(cache: Path | None, max_new_tokens: int, no_parity: bool, threads: i
 
     All figures are measured in this run. The drafter in this package was trained for under an hour on a CPU.
     """
+    from xpress_export.bench.figures import Measurements
+    from xpress_export.bench.measure import measure, num_steps
+    from xpress_export.bench.modes import Mode
+    from xpress_export.bench.prompts import PromptLine, encode_prompts
     from xpress_export.demo.target import default_cache, demo_prompts
-    from xpress_export.measure import measure_modes
     from xpress_runtime.generation import GenerationConfig
     from xpress_runtime.session import Session
 
     cache = cache or default_cache()
     bundle = _bundle(cache, check=not no_parity, quiet=as_json)
-    prompts = [demo_prompts()[index] for index in _PROMPT_INDICES]
+    lines = [PromptLine(f"prompt {index}", "demo", demo_prompts()[index]) for index in _PROMPT_INDICES]
     configs = {
         "plain": GenerationConfig(max_new_tokens, speculation="off"),
         "drafter": GenerationConfig(max_new_tokens, num_passes=0),
         "refined": GenerationConfig(max_new_tokens),
     }
+    modes = [Mode(name, name, (), config) for name, config in configs.items()]
     with Session.open(bundle.folder, "ort-cpu", threads=threads, verify=False) as session:
-        messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        with progress("measuring", len(prompts) + 1, quiet=as_json) as report:
-            figures = measure_modes(session, messages, configs, report=report)
-    summary = _summary(bundle, prompts, figures)
-    click.echo(json.dumps(summary) if as_json else _shown(prompts, figures, summary))
+        prompts = encode_prompts(session, lines)
+        with progress("measuring", num_steps(prompts, modes, 1), quiet=as_json) as report:
+            measured = Measurements(prompts, modes, measure(session, prompts, modes, report=report))
+    summary = _summary(bundle, measured)
+    click.echo(json.dumps(summary) if as_json else _shown(measured, summary))
 
 
 def _bundle(cache: Path, *, check: bool, quiet: bool) -> Bundle:
@@ -72,72 +78,75 @@ def _bundle(cache: Path, *, check: bool, quiet: bool) -> Bundle:
         return found
     quiet_libraries()
     gguf = fetch_demo_target(cache, report=lambda line: None if quiet else click.echo(line, err=True))
-    with progress("build", 12, quiet=quiet) as report:
+    with progress("build", _NUM_BUILD_STEPS, quiet=quiet) as report:
         report("checkpoints")
-        target, drafter = open_demo_checkpoints(gguf)
-        built = build_demo_bundle(target, drafter, folder, report)
+        target, drafter, draft_model = open_demo_checkpoints(gguf)
+        built = build_demo_bundle(target, drafter, draft_model, folder, report)
     if check:
         from xpress_export.cli.parity import run_parity
         from xpress_export.parity.report import require_passed
 
-        built = run_parity(built, target, drafter, as_json=quiet)
+        built = run_parity(built, target, drafter, draft_model, as_json=quiet)
         assert built.manifest.parity is not None
         require_passed(built.manifest.parity)
     return built
 
 
-def _summary(bundle: Bundle, prompts: list[str], figures: dict[str, ModeFigures]) -> dict[str, Any]:
-    plain = figures["plain"]
-    texts = {mode: [result.text for result in figures[mode].results] for mode in figures}
+def _summary(bundle: Bundle, measured: Measurements) -> dict[str, Any]:
+    results = {mode: [measured.of_prompt(mode, prompt)[0].result for prompt in measured.prompts] for mode in _MODES}
+    figures = {mode: measured.figures(mode) for mode in _MODES}
+    modes: dict[str, dict[str, Any]] = {}
+    for mode, made in figures.items():
+        tau, per_token, stages = made.mean_acceptance_length, made.ms_per_token, made.stage_ms_per_token
+        # The demo's prompts are answered by more than one token.
+        assert tau is not None and per_token is not None and stages is not None
+        modes[mode] = {
+            "tokens": made.tokens,
+            "ms_per_token": per_token.value,
+            "mean_acceptance_length": tau.value,
+            "acceptance_by_position": list(made.acceptance_by_position),
+            "host_share": stages["host"] / per_token.value,
+        }
     return {
         "bundle": str(bundle.folder),
-        "speedup": plain.ms_per_token / figures["refined"].ms_per_token,
-        "speedup_drafter": plain.ms_per_token / figures["drafter"].ms_per_token,
+        "speedup": modes["plain"]["ms_per_token"] / modes["refined"]["ms_per_token"],
+        "speedup_drafter": modes["plain"]["ms_per_token"] / modes["drafter"]["ms_per_token"],
         "num_passes": bundle.manifest.num_passes[0],
-        "break_even_acceptance_length": {mode: figures[mode].ms_per_round / plain.ms_per_token for mode in figures if mode != "plain"},
-        "same_text": all(texts[mode] == texts["plain"] for mode in texts),
-        "modes": {
-            mode: {
-                "tokens": made.tokens,
-                "ms_per_token": made.ms_per_token,
-                "mean_acceptance_length": made.mean_acceptance_length,
-                "acceptance_by_position": made.acceptance_by_position,
-                "host_share": made.host_share,
-            }
-            for mode, made in figures.items()
-        },
+        "break_even_acceptance_length": {mode: figures[mode].break_even for mode in _MODES if mode != "plain"},
+        "same_text": all(made.text == plain.text for each in results.values() for made, plain in zip(each, results["plain"], strict=True)),
+        "modes": modes,
         "prompts": [
-            {"prompt": prompt, "text": text, "ms_per_token": {mode: made.results[i].stats.ms_per_token for mode, made in figures.items()}}
-            for i, (prompt, text) in enumerate(zip(prompts, texts["refined"], strict=True))
+            {
+                "prompt": prompt.excerpt,
+                "text": results["refined"][index].text,
+                "ms_per_token": {mode: results[mode][index].stats.ms_per_token for mode in _MODES},
+            }
+            for index, prompt in enumerate(measured.prompts)
         ],
     }
 
 
-def _shown(prompts: list[str], figures: dict[str, ModeFigures], summary: dict[str, Any]) -> str:
-    from xpress_export.measure import speedups
-
+def _shown(measured: Measurements, summary: dict[str, Any]) -> str:
     lines = []
-    for prompt, result in zip(prompts, figures["refined"].results, strict=True):
-        text = " ".join(result.text.split())
-        lines += [f"> {prompt}", f"  {text if len(text) <= 300 else text[:297] + '...'}", ""]
-    plain = figures["plain"]
+    for entry in summary["prompts"]:
+        text = " ".join(entry["text"].split())
+        lines += [f"> {entry['prompt']}", f"  {text if len(text) <= 300 else text[:297] + '...'}", ""]
     rows = []
     for mode, name in _MODES.items():
-        made = figures[mode]
-        drafted = mode != "plain"
+        made, drafted = summary["modes"][mode], mode != "plain"
         rows.append(
             [
                 name,
-                f"{made.ms_per_token:.1f}",
-                f"{plain.ms_per_token / made.ms_per_token:.2f}x",
-                f"{made.mean_acceptance_length:.2f}" if drafted else "1",
+                f"{made['ms_per_token']:.1f}",
+                f"{summary['modes']['plain']['ms_per_token'] / made['ms_per_token']:.2f}x",
+                f"{made['mean_acceptance_length']:.2f}" if drafted else "1",
                 f"{summary['break_even_acceptance_length'][mode]:.2f}" if drafted else "",
-                " ".join(f"{share:.2f}" for share in made.acceptance_by_position),
+                " ".join(f"{share:.2f}" for share in made["acceptance_by_position"]),
             ]
         )
     lines.append(table(["", "ms per token", "speed-up", "tokens per round", "break-even", "accepted at position 1, 2, …"], rows))
     passes = summary["num_passes"]
-    gains = speedups(figures["refined"], plain)
+    gains = [gain for prompt in measured.prompts if (gain := measured.speedup_of_prompt("refined", prompt)) is not None]
     same = "All three gave the same text." if summary["same_text"] else "THE TEXTS DIFFER: this is a defect or a near tie; run parity."
     lines += [
         "",
@@ -149,6 +158,7 @@ def _shown(prompts: list[str], figures: dict[str, ModeFigures], summary: dict[st
         "",
         f"bundle: {summary['bundle']}",
         f'try: xpress-export generate {summary["bundle"]} "Explain rainbows." --stats',
+        f"     xpress-export bench {summary['bundle']} --output report",
     ]
     return "\n".join(lines)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from xpress_export.cli.options import build_options, checkpoint_options, combined, json_option
+from xpress_export.cli.options import build_options, checkpoint_options, combined, draft_model_options, json_option, opened_draft_model
 from xpress_export.cli.progress import progress
 from xpress_export.cli.quiet import quiet_libraries
 
@@ -17,6 +17,7 @@ from xpress_export.cli.quiet import quiet_libraries
 @checkpoint_options
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="The folder to make for the graphs.")
 @build_options
+@draft_model_options
 @combined(
     click.option(
         "--precision",
@@ -33,6 +34,9 @@ def command(
     target_revision: str | None,
     drafter: str,
     drafter_revision: str | None,
+    draft_model: str | None,
+    draft_model_revision: str | None,
+    draft_layers: tuple[int, ...] | None,
     output: Path,
     precision: str,
     force: bool,
@@ -45,7 +49,7 @@ def command(
     """
     from xpress_export.build import ATTENTION_FORMS, weight_bytes
     from xpress_export.checkpoints import open_pair
-    from xpress_export.graph_set import export_graph_set, graph_names
+    from xpress_export.graph_set import export_graph_set, set_graph_names
     from xpress_export.options import resolve_options
     from xpress_export.staging import refuse_existing, staged_folder
     from xpress_runtime.sets import Precision
@@ -55,9 +59,10 @@ def command(
     target_checkpoint, drafter_checkpoint = open_pair(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
     resolved = resolve_options(target_checkpoint, drafter_checkpoint, **options)
     chosen = Precision(precision)
-    needed = weight_bytes(target_checkpoint, drafter_checkpoint, chosen)
+    model = opened_draft_model(target_checkpoint, draft_model, draft_model_revision, draft_layers)
+    needed = weight_bytes(target_checkpoint, drafter_checkpoint, chosen, model)
     with (
-        progress("export", len(graph_names(resolved)), quiet=as_json) as report,
+        progress("export", len(set_graph_names(resolved, model)), quiet=as_json) as report,
         staged_folder(output, needed_bytes=needed, replace=force) as staging,
     ):
         exported = export_graph_set(
@@ -67,6 +72,7 @@ def command(
             staging,
             precision=chosen,
             attention_form=ATTENTION_FORMS[chosen],
+            draft_model=model,
             report=report,
         )
     if as_json:

@@ -9,7 +9,15 @@ from typing import Any
 
 import click
 
-from xpress_export.cli.options import bundle_argument, combined, generation_options, json_option, session_options, warning_options
+from xpress_export.cli.options import (
+    bundle_argument,
+    combined,
+    generation_config,
+    generation_options,
+    json_option,
+    session_options,
+    warning_options,
+)
 from xpress_runtime.errors import PromptError
 
 
@@ -49,10 +57,9 @@ def command(
     With --json the tokens include the stop token, or those of the stop string; the text ends before it.
     """
     from xpress_export.cli.show import stats_lines
-    from xpress_runtime.generation import GenerationConfig
     from xpress_runtime.session import Session, WarningThresholds
 
-    config = GenerationConfig(**generation)
+    config = generation_config(generation)
     thresholds = WarningThresholds(warn_acceptance, warn_round_ms)
     with Session.open(
         bundle, backend, threads=threads, verify=not no_verify, thresholds=thresholds, runtime_cache=runtime_cache

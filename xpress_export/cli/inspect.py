@@ -89,7 +89,9 @@ def _memory(manifest: Manifest, engines: Mapping[str, EngineManifest | str], cap
 
 def _shown(manifest: Manifest, engines: Mapping[str, EngineManifest | str], capacity: int, batch: int) -> str:
     target, drafter = manifest.target, manifest.drafter
-    refiner = "none (bare DFlash)" if drafter.refiner_rank is None else f"xPress, rank {drafter.refiner_rank}"
+    heads = {"xpress": "xPress", "markov": "Markov head", None: "none (bare DFlash)"}
+    refiner = heads[drafter.head] + (f", rank {drafter.head_rank}" if drafter.head_rank else "")
+    shortlists = ", ".join(str(size) if size else "off" for size in manifest.shortlists)
     lines = [
         f"target    {_origin(target.origin)}",
         f"          {target.model_type}, {target.caches.num_layers} layers, hidden {target.hidden_size}, vocabulary {target.vocab_size}",
@@ -97,7 +99,8 @@ def _shown(manifest: Manifest, engines: Mapping[str, EngineManifest | str], capa
         f"          {drafter.caches.num_layers} layers, block size {drafter.block_size}, {drafter.num_proposals} proposals a round",
         f"          mask id {drafter.mask_token_id}, taps {list(drafter.tap_layers)}",
         f"refiner   {refiner}; passes {', '.join(str(passes) for passes in manifest.num_passes)} (the first is the default)",
-        f"          shortlist {manifest.shortlist or 'off'}",
+        f"          shortlist {shortlists}; sampling {'yes' if manifest.sampling else 'no: greedy only'}",
+        *_draft_model(manifest),
         f"limits    capacity {manifest.capacity} tokens, batch {manifest.batch}, prefill chunk {manifest.prefill_chunk}",
         f"tokenizer {'yes' if manifest.has_tokenizer else 'none: token ids only'}; stop tokens {list(target.stop_token_ids)}",
         *_parity(manifest),
@@ -121,6 +124,18 @@ def _shown(manifest: Manifest, engines: Mapping[str, EngineManifest | str], capa
     sizes += [engine.bytes for found in engines.values() if not isinstance(found, str) for engine in found.engines.values()]
     lines += ["", f"{len(sizes)} files, {size(sum(sizes))}"]
     return "\n".join(lines)
+
+
+def _draft_model(manifest: Manifest) -> list[str]:
+    record = manifest.draft_model
+    if record is None:
+        return []
+    layers = "" if record.layers is None else f", its layers {', '.join(map(str, record.layers))}"
+    tables = "the target's tables" if record.shares_tables else f"vocabulary {record.vocab_size}"
+    return [
+        f"draft model {_origin(record.origin)}",
+        f"          autoregressive, {record.caches.num_layers} layers{layers}, hidden {record.hidden_size}, {tables}",
+    ]
 
 
 def _origin(origin: Origin) -> str:

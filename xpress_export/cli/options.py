@@ -9,27 +9,40 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from xpress_runtime.errors import OptionError
+from xpress_runtime.generation import DRAFTERS, SPECULATION, GenerationConfig
 
 if TYPE_CHECKING:
     from xpress_engines.profiles import ProfileSet
-    from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
+    from xpress_export.checkpoints import DrafterCheckpoint, DraftModelCheckpoint, TargetCheckpoint
     from xpress_export.options import BuildOptions
+
+_LONGEST_RANGE = 10_000
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class PassesType(click.ParamType["tuple[int, ...]"]):
-    """A comma-separated list of numbers of passes, such as ``4,2,1``."""
+class IntegersType(click.ParamType["tuple[int, ...]"]):
+    """A comma-separated list of integers, such as ``4,2,1``; with ``ranges`` also ``0-7,28``."""
 
-    name = "K[,K…]"
+    def __init__(self, name: str, *, ranges: bool = False) -> None:
+        self.name = name
+        self._ranges = ranges
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         if isinstance(value, tuple):
             return value
         try:
-            return tuple(int(part) for part in str(value).split(","))
+            return tuple(integer for part in str(value).split(",") for integer in self._part(part))
         except ValueError:
-            self.fail(f"{value!r} is not a list of integers such as 4,2,1", param, ctx)
+            self.fail(f"{value!r} is not a list of integers such as {'0-7,28' if self._ranges else '4,2,1'}", param, ctx)
+
+    def _part(self, part: str) -> range:
+        first, dash, last = part.partition("-")
+        if not (self._ranges and dash):
+            return range(int(part), int(part) + 1)
+        if int(last) < int(first) or int(last) - int(first) > _LONGEST_RANGE:
+            raise ValueError
+        return range(int(first), int(last) + 1)
 
 
 def combined(*options: Decorator) -> Decorator:
@@ -56,10 +69,15 @@ checkpoint_options = combined(
 
 build_options = combined(
     click.option(
-        "--num-passes", type=PassesType(), help="Jacobi passes to build, the default first; 0 is always built. Default: the checkpoint's."
+        "--num-passes",
+        type=IntegersType("K[,K…]"),
+        help="Jacobi passes to build, the default first; 0 is always built. Default: the checkpoint's.",
     ),
     click.option(
-        "--shortlist", type=click.IntRange(0), help="Score only the best C candidates of a slot; 0: all. Default: the checkpoint's."
+        "--shortlist",
+        "shortlists",
+        type=IntegersType("C[,C…]"),
+        help="Candidates of a slot that passes score, the default first; 0: all of the vocabulary. Default: the checkpoint's.",
     ),
     click.option(
         "--capacity",
@@ -68,6 +86,19 @@ build_options = combined(
     ),
     click.option("--batch", type=click.IntRange(1, 1024), help="Rows that the bundle is planned for. Default: 1."),
     click.option("--prefill-chunk", type=click.IntRange(1, 8192), help="Prompt tokens that run at once. Default: 128."),
+    click.option(
+        "--sampling/--no-sampling", default=True, show_default=True, help="Build the graphs for sampling. Without them decoding is greedy."
+    ),
+)
+
+draft_model_options = combined(
+    click.option("--draft-model", help="An autoregressive drafter beside the block drafter: a causal LM with the target's tokenizer."),
+    click.option("--draft-model-revision", help="Revision of a draft model on the hub."),
+    click.option(
+        "--draft-layers",
+        type=IntegersType("I[,I-J…]", ranges=True),
+        help="Draft with these layers alone, such as 0-7,28,29; without --draft-model: of the target itself.",
+    ),
 )
 
 compute_capability_option = click.option(
@@ -112,14 +143,62 @@ generation_options = combined(
     click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Tokens to generate at most."),
     click.option("--stop", multiple=True, help="A string that ends the text; may be given several times."),
     click.option("--ignore-stop", is_flag=True, help="Go on past stop tokens."),
-    click.option("--speculation", type=click.Choice(["on", "off"]), default="on", show_default=True, help="off: plain decoding."),
-    click.option("--num-passes", type=int, help="Jacobi (refinement) passes among those built; 0: the bare drafter."),
+    click.option("--temperature", type=float, default=0.0, show_default=True, help="0: the best token every time; over 0: sampling."),
+    click.option("--top-k", type=int, help="Sample from the K best tokens."),
+    click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample from the fewest tokens with this much probability."),
+    click.option("--min-p", type=float, default=0.0, show_default=True, help="Leave out tokens less likely than this times the best."),
+    click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Over 1: against tokens of prompt and output."),
+    click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="Against tokens that the output has."),
+    click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="The same, for each time it has them."),
+    click.option("--seed", type=int, help="The same seed samples the same text. Default: another one every time; --stats tells it."),
+    click.option(
+        "--speculation",
+        type=click.Choice(SPECULATION),
+        default="on",
+        show_default=True,
+        help="off: plain decoding; auto: as many proposals as pay, down to none.",
+    ),
+    click.option(
+        "--drafter",
+        type=click.Choice(DRAFTERS),
+        default="block",
+        show_default=True,
+        help="block: the bundle's drafter; autoregressive: its draft model; lookup: what followed the last words before.",
+    ),
+    click.option("--num-passes", type=int, help="Refinement (Jacobi) passes among those built; 0: the bare drafter."),
+    click.option("--no-refiner", is_flag=True, help="The same as --num-passes 0."),
+    click.option("--shortlist", type=int, help="Candidates of a slot that passes score, among those built; 0: all."),
+    click.option("--draft-steps", type=int, default=1, show_default=True, help="Denoising steps of a block."),
 )
+
+
+def generation_config(options: Mapping[str, Any]) -> GenerationConfig:
+    """What :data:`generation_options` were given; OptionError."""
+    given = dict(options)
+    if given.pop("no_refiner"):
+        if given["num_passes"]:
+            raise OptionError(f"--no-refiner means no passes, and --num-passes is {given['num_passes']}; leave one of them out")
+        given["num_passes"] = 0
+    return GenerationConfig(**given)
+
 
 warning_options = combined(
     click.option("--warn-acceptance", type=float, default=0.02, show_default=True, help="Warn below this acceptance rate."),
     click.option("--warn-round-ms", type=float, default=5000.0, show_default=True, help="Warn above this mean round time."),
 )
+
+
+def opened_draft_model(
+    target: TargetCheckpoint, reference: str | None, revision: str | None, layers: tuple[int, ...] | None
+) -> DraftModelCheckpoint | None:
+    """The autoregressive drafter that :data:`draft_model_options` ask for, if any. Raises what opening it raises."""
+    from xpress_export.checkpoints import open_draft_model
+
+    if reference is None and revision is not None:
+        raise OptionError("--draft-model-revision is given without --draft-model; leave it out")
+    if reference is None and layers is None:
+        return None
+    return open_draft_model(reference, revision, layers, target)
 
 
 def resolved_options(

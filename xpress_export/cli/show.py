@@ -13,15 +13,20 @@ def stats_lines(result: GenerationResult) -> list[str]:
     """Acceptance and times of a generation, one figure group a line."""
     stats = result.stats
     prefill_ms, host_ms = 1e3 * stats.prefill_seconds, 1e3 * stats.host_seconds
-    lines = [f"tokens: {stats.prompt_tokens} in, {stats.output_tokens} out ({result.finish_reason}); prefill {prefill_ms:.0f} ms"]
+    seed = "" if stats.seed is None else f"; seed {stats.seed}"
+    lines = [f"tokens: {stats.prompt_tokens} in, {stats.output_tokens} out ({result.finish_reason}); prefill {prefill_ms:.0f} ms{seed}"]
     if not stats.rounds:
         return lines
     if stats.num_proposals:
         positions = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position)
+        rate = "" if stats.acceptance_rate is None else f" ({stats.acceptance_rate:.1%})"
         lines.append(
-            f"acceptance: {stats.accepted} of {stats.proposed} proposals ({stats.acceptance_rate:.1%}) in {stats.rounds} rounds; "
+            f"acceptance: {stats.accepted} of {stats.proposed} proposals{rate} in {stats.rounds} rounds; "
             f"mean acceptance length {stats.mean_acceptance_length:.2f}; by position {positions}"
         )
+    if stats.speculation == "auto":
+        widths = ", ".join(f"{count} × {width}" if width else f"{count} plain" for width, count in stats.width_counts.items())
+        lines.append(f"rounds by proposals verified: {widths}")
     stages = ", ".join(f"{stage.value} {1e3 * stats.stage_seconds[stage]:.0f}" for stage in (Stage.DRAFT, Stage.REFINE, Stage.VERIFY))
     lines.append(f"time: {stats.ms_per_token:.1f} ms per token, {stats.tokens_per_second:.1f} tokens/s; {stages}, host {host_ms:.0f} ms")
     return lines

@@ -14,12 +14,14 @@ from xpress_runtime.errors import BundleError
 from xpress_runtime.version import VERSION
 
 if TYPE_CHECKING:
-    from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
+    from xpress_export.checkpoints import DrafterCheckpoint, DraftModelCheckpoint, TargetCheckpoint
 
 DEMO_CAPACITY = 1024
 # Two passes bring nearly all that four do, for half of the time.
 DEMO_NUM_PASSES = (2, 4, 1)
-_BUILDERS = ("models", "graphs", "checkpoints", "build.py", "graph_set.py", "options.py")
+# The autoregressive drafter: these layers of the target, with its final norm and head. Not trained; chosen by how often it agrees.
+DEMO_DRAFT_LAYERS = (*range(10), *range(24, 30))
+_BUILDERS = ("models", "graphs", "checkpoints", "build.py", "graph_set.py", "options.py", "demo/bundle.py")
 
 
 def demo_bundle_folder(cache: Path) -> Path:
@@ -35,20 +37,23 @@ def find_demo_bundle(folder: Path) -> Bundle | None:
         return None
 
 
-def open_demo_checkpoints(target: Path) -> tuple[TargetCheckpoint, DrafterCheckpoint]:
-    """A downloaded target and the packaged drafter."""
-    from xpress_export.checkpoints import open_pair
+def open_demo_checkpoints(target: Path) -> tuple[TargetCheckpoint, DrafterCheckpoint, DraftModelCheckpoint]:
+    """A downloaded target, the packaged drafter, and the draft model made of the target's layers."""
+    from xpress_export.checkpoints import open_draft_model, open_pair
 
-    return open_pair(str(target), str(demo_drafter()))
+    opened, drafter = open_pair(str(target), str(demo_drafter()))
+    return opened, drafter, open_draft_model(None, None, DEMO_DRAFT_LAYERS, opened)
 
 
-def build_demo_bundle(target: TargetCheckpoint, drafter: DrafterCheckpoint, folder: Path, report: Callable[[str], None]) -> Bundle:
+def build_demo_bundle(
+    target: TargetCheckpoint, drafter: DrafterCheckpoint, draft_model: DraftModelCheckpoint, folder: Path, report: Callable[[str], None]
+) -> Bundle:
     """Build the demo's bundle; replaces what lies in ``folder``."""
     from xpress_export.build import build_bundle
     from xpress_export.options import resolve_options
 
     options = resolve_options(target, drafter, num_passes=DEMO_NUM_PASSES, capacity=DEMO_CAPACITY)
-    return build_bundle(target, drafter, folder, options, replace=True, report=report)
+    return build_bundle(target, drafter, folder, options, draft_model=draft_model, replace=True, report=report)
 
 
 def _code_digest() -> str:

@@ -1,4 +1,4 @@
-"""Graphs ``accept``, ``accept-sampled`` and ``accept-candidates``: a verified block and the state → what is emitted, the next round's state.
+"""Graphs ``accept``, ``accept-sampled``, ``accept-candidates``: a verified block and the state → what is emitted and the next state.
 
 ``accept`` is greedy: verify ids and target tokens [B, W], W ≤ P; W = 1 is plain decoding. The other two take the target's logits [B, W, V],
 W ≥ 2, and what the drafts were drawn from: scores over the vocabulary [B, P-1, V], or over candidates [B, P-1, Q].

@@ -5,6 +5,7 @@ Knows torch.onnx and ONNX; knows nothing about what the graphs compute.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ from xpress_export.graphs.spec import DYNAMIC_DIMS, GraphSpec, TensorSpec
 from xpress_export.graphs.translations import OPSET, TRANSLATIONS
 from xpress_export.graphs.weights import WeightStore
 
+# Traced models of graphs without weights, by the digest of what they follow from.
+_TRACED: dict[str, bytes] = {}
 # Sizes to trace with. None is 0 or 1, which torch.export would fix, and all differ, so that no two dims are taken for one.
 _TRACE_SIZES = {"B": 2, "S": 5, "R": 3, "W": 4, "N": 24, "Q": 6}
 
@@ -33,8 +36,8 @@ class ExportedGraph:
 
 def export_graph(spec: GraphSpec, folder: Path, weights: WeightStore, metadata: Mapping[str, str]) -> ExportedGraph:
     """Write ``<folder>/<name>.onnx`` with its large tensors in ``weights``; raises what torch.onnx and onnx.checker raise."""
-    program = _trace(spec)
-    model = program.model
+    has_weights = next(spec.module.parameters(), None) is not None
+    model = _trace(spec) if has_weights else _trace_once(spec)
     _check_signature(model, spec)
     _strip_trace(model)
     model.graph.name = spec.name
@@ -46,7 +49,27 @@ def export_graph(spec: GraphSpec, folder: Path, weights: WeightStore, metadata: 
     return ExportedGraph(path, dict(sorted(Counter(node.op_type for node in model.graph).items())))
 
 
-def _trace(spec: GraphSpec) -> torch.onnx.ONNXProgram:
+def _trace_once(spec: GraphSpec) -> ir.Model:
+    """A graph that follows from sizes alone, traced once for all precisions and bundles of a process: tracing is what takes time."""
+    key = _sizes_digest(spec)
+    if key not in _TRACED:
+        _TRACED[key] = ir.to_proto(_trace(spec)).SerializeToString()
+    model: ir.Model = ir.from_proto(onnx.load_model_from_string(_TRACED[key]))
+    return model
+
+
+def _sizes_digest(spec: GraphSpec) -> str:
+    """All that a module without weights computes from: its parts, their settings and tables, and the graph's contract."""
+    digest = hashlib.sha256(repr((spec.name, spec.inputs, spec.outputs)).encode())
+    for name, part in spec.module.named_modules():
+        settings = {key: value for key, value in vars(part).items() if isinstance(value, int | float | str)}
+        digest.update(repr((name, type(part).__qualname__, sorted(settings.items()))).encode())
+    for name, table in spec.module.named_buffers():
+        digest.update(repr((name, table.shape, table.dtype)).encode() + table.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _trace(spec: GraphSpec) -> ir.Model:
     dims = {letter: torch.export.Dim(name, min=1) for letter, name in DYNAMIC_DIMS.items()}
 
     def example(tensor: TensorSpec) -> torch.Tensor:
@@ -71,7 +94,8 @@ def _trace(spec: GraphSpec) -> torch.onnx.ONNXProgram:
             verbose=False,
         )
     assert program is not None
-    return program
+    model: ir.Model = program.model
+    return model
 
 
 def _strip_trace(model: ir.Model) -> None:

@@ -1,4 +1,4 @@
-"""Graphs ``sample``, ``filter-top-k``, ``filter-top-p``, ``penalise`` and ``count``: from the target's logits [B, W, V] to the distribution a token is taken from."""
+"""From the target's logits [B, W, V] to a token: graphs ``penalise``, ``count``, ``filter-top-k``, ``filter-top-p`` and ``sample``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Graphs ``refiner-k<K>``: hidden [B, P, H], base logits [B, P-1, V], anchor [B], predecessor [B] → verify ids [B, P].
 
-One graph per built number of passes, shortlist and form, the passes unrolled. K = 0 is the bare drafter: the seed alone, no refiner weights.
-Greedy graphs with K ≥ 1 also give the refined logits of the last pass, over the vocabulary or over the shortlist's candidates. The sampled
-form draws with frozen noise and always gives what it drew from, the refined logits over the temperature.
+One graph per built number of passes, shortlist and form, the passes unrolled. K = 0 is the bare drafter: the seed alone, no refiner
+weights. Greedy graphs with K ≥ 1 also give the refined logits of the last pass, over the vocabulary or over the shortlist's candidates. The
+sampled form draws with frozen noise and always gives what it drew from, the refined logits over the temperature.
 """
 
 from __future__ import annotations

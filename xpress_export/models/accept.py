@@ -1,7 +1,7 @@
 """Acceptance: how much of a verified block is kept, and the state that the next round starts from.
 
-Greedy against the target's best tokens, or sampled: rejection sampling of drafts that were drawn from q, against the target's p, so that what
-is emitted is distributed as the target alone would.
+Greedy against the target's best tokens, or sampled: rejection sampling of drafts that were drawn from q, against the target's p, so that
+what is emitted is distributed as if the target alone had drawn it.
 
 Sizes: B rows, P block size, W verified slots, V vocabulary, Q scored tokens of a slot.
 """
@@ -105,7 +105,9 @@ class AcceptSampled(nn.Module):
         highest = scaled.amax(dim=-1, keepdim=True)
         total = torch.exp(scaled - highest).sum(dim=-1, keepdim=True)
         p = torch.exp(scaled[:, :-1].gather(2, drafts[..., None]) - highest[:, :-1])[..., 0] / total[:, :-1, 0]
-        q = _drawn_probability(draft_scores.index_select(1, slots), drafts, None if candidates is None else candidates.index_select(1, slots))
+        q = _drawn_probability(
+            draft_scores.index_select(1, slots), drafts, None if candidates is None else candidates.index_select(1, slots)
+        )
         uniform = uniform_of(self.noise.coefficients(noise_key, position, ACCEPTANCE_SLOT + 1 + slots))
         # Accepted with probability min(1, p / q).
         is_sampled = sampled[:, None] == 1

@@ -50,7 +50,7 @@ class DraftStep(nn.Module):
 
 
 class DraftStepSampled(nn.Module):
-    """As :class:`DraftStep`, with a draw in rows of ``sampled`` [B] = 1, and collecting what was drawn from: logits over the temperature.
+    """As :class:`DraftStep`, with a draw in rows of ``sampled`` [B] = 1. What is collected is the logits, without temperature and noise.
 
     ``slot`` [1] is the proposal's, 1 … P-1, and ``position`` [B] the anchor's: the noise is that of a block drafter's slot.
     """
@@ -70,7 +70,7 @@ class DraftStepSampled(nn.Module):
         inverse_temperature: Tensor,
         sampled: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        scaled = self.step.in_vocabulary(logits) * inverse_temperature[:, None, None]
+        logits = self.step.in_vocabulary(logits)
         gumbel = self.noise.gumbel(self.noise.coefficients(noise_key, position, slot))
-        token = (scaled + gumbel * sampled[:, None, None].float()).argmax(dim=-1)
-        return token, self.step.collect(scaled, collected)
+        scores = logits * inverse_temperature[:, None, None] + gumbel * sampled[:, None, None].float()
+        return scores.argmax(dim=-1), self.step.collect(logits, collected)

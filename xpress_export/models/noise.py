@@ -1,8 +1,8 @@
 """Noise that is a function of what it is for: request, place in the text, slot of the block, token. Nothing is drawn, so nothing is stored.
 
-For each (request key, position, slot) a keyed permutation of the integers below a prime gives four coefficients; the noise of a token is the
-cubic polynomial with these coefficients at the token's own point. A random cubic makes any four of its values independent and uniform, and
-the points are scattered, so that neighbouring ids share no pattern. All of it is integer arithmetic that every backend has and computes
+For each (request key, position, slot) a keyed permutation of the integers below a prime gives four coefficients; the noise of a token is
+the cubic polynomial with these coefficients at the token's own point. A random cubic makes any four of its values independent and uniform,
+and the points are scattered, so that neighbouring ids share no pattern. All of it is integer arithmetic that every backend has and computes
 exactly: products stay below 2^63.
 
 Sizes: B rows, S slots, V vocabulary, C candidates. Knows nothing about what the noise decides.
@@ -45,6 +45,10 @@ def permuted(values: Tensor, keys: Tensor) -> Tensor:
 class TokenNoise(nn.Module):
     """Noise for every token of a vocabulary."""
 
+    points: Tensor
+    squares: Tensor
+    cubes: Tensor
+
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         points = permuted(torch.arange(1, vocab_size + 1), torch.zeros(NUM_COEFFICIENTS, dtype=torch.int64))[:, 0]
@@ -60,9 +64,7 @@ class TokenNoise(nn.Module):
     def exponential(self, coefficients: Tensor, candidates: Tensor | None = None) -> Tensor:
         """coefficients [B, S, 4] → Exponential(1) noise [B, S, V], or [B, S, C] of the ``candidates``' token ids."""
         first, second, third, fourth = (coefficients[..., index, None] for index in range(NUM_COEFFICIENTS))
-        points, squares, cubes = (
-            table if candidates is None else table[candidates] for table in (self.points, self.squares, self.cubes)
-        )
+        points, squares, cubes = (table if candidates is None else table[candidates] for table in (self.points, self.squares, self.cubes))
         value = (first + second * points + third * squares + fourth * cubes) % PRIME
         uniform = _uniform(value)
         return torch.where(uniform < _SMALL, uniform + 0.5 * uniform * uniform, -torch.log(1 - uniform))

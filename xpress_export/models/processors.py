@@ -1,7 +1,7 @@
 """What changes the target's distribution before a token is taken from it: penalties, and the filters top-k, top-p and min-p.
 
-Both work at every verified position at once, each with its own prefix: the text so far and the drafts before it. Removed tokens get logits of
-:data:`REMOVED`, so the best token is never removed and greedy rows are not changed by filters.
+Both work at every verified position at once, each with its own prefix: the text so far and the drafts before it. Removed tokens get logits
+of :data:`REMOVED`; the best token is never removed, so filters change nothing for greedy rows.
 
 Sizes: B rows, W verified positions, V vocabulary.
 """
@@ -21,8 +21,8 @@ _HALVINGS = 24
 class TopK(nn.Module):
     """Logits [B, W, V] → the same, with all but the ``top_k`` [B] int64 best set to REMOVED; off where top_k ≥ V.
 
-    Here and in :class:`TopP` a limit is a threshold that is found by halving, since TensorRT sorts no whole vocabulary: tokens that are equal
-    to within 2e-6 (in logits over the temperature) at the limit stay together.
+    Here and in :class:`TopP` a limit is a threshold that is found by halving, since TensorRT sorts no whole vocabulary: tokens that are
+    equal to within 2e-6 (in logits over the temperature) at the limit stay together.
     """
 
     def forward(self, logits: Tensor, inverse_temperature: Tensor, top_k: Tensor) -> Tensor:
@@ -70,8 +70,8 @@ def _threshold(below: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
 class Penalise(nn.Module):
     """Logits [B, W, V] behind verify ids [B, W] → with penalties, as transformers and vLLM define them.
 
-    ``counts`` [B, V] fp32: how often each token stands in the output before the anchor; ``in_prompt`` [B, V] fp32: 1 for those of the prompt.
-    The prefix at position w also holds verify ids 0 … w; an id of -1 is none. ``repetition``, ``presence``, ``frequency`` [B] fp32.
+    ``counts`` [B, V] fp32: how often each token stands in the output before the anchor; ``in_prompt`` [B, V] fp32: 1 for those of the
+    prompt. The prefix at position w also holds verify ids 0 … w; an id of -1 is none. ``repetition``, ``presence``, ``frequency`` [B] fp32.
     """
 
     def forward(

@@ -18,7 +18,7 @@ from xpress_runtime.buffers import allocate_caches, fixed, row_of
 from xpress_runtime.drafters.base import Drafter, bind_refiner, drafted_scores
 from xpress_runtime.errors import OptionError
 from xpress_runtime.graph_names import SAMPLED, refiner_name
-from xpress_runtime.plan import Plan
+from xpress_runtime.plan import Plan, Round
 from xpress_runtime.verification import DrawnFrom, SamplingMemory, drawn_inputs
 
 
@@ -42,6 +42,9 @@ class AutoregressiveDrafter(Drafter):
     def read_chunk(self, row: int, width: int) -> None:
         self.plan.run(("prefill-draft-model", width, row), partial(self._bind_chunk, width, row))
 
+    def start(self, row: int, prompt: Sequence[int], anchor: int) -> None:
+        """The prompt was read chunk by chunk."""
+
     def draft(self) -> None:
         self.plan.run(("draft", self.name, self.sampled), self._bind_draft)
 
@@ -52,6 +55,9 @@ class AutoregressiveDrafter(Drafter):
             ("refine", self.name, self.sampled),
             lambda: (bind_refiner(self.plan, 0, 0, sampled=self.sampled, hidden=hidden, base_logits=block),),
         )
+
+    def observe(self, current: Round) -> None:
+        """Accepted drafts are in the caches, and what follows overwrites the others."""
 
     def catch_up(self, row: int, text: Sequence[int], num_missed: int) -> None:
         plan, buffers = self.plan, self.plan.buffers

@@ -37,9 +37,11 @@ class Drafter(ABC):
     def drawn_from(self) -> DrawnFrom:
         """What the drafts of a round are drawn from."""
 
+    @abstractmethod
     def read_chunk(self, row: int, width: int) -> None:
         """Take in the prompt chunk that the target has just run: plan's ids, prefill taps and chunk positions."""
 
+    @abstractmethod
     def start(self, row: int, prompt: Sequence[int], anchor: int) -> None:
         """A row's first round is next."""
 
@@ -51,6 +53,7 @@ class Drafter(ABC):
     def refine(self) -> None:
         """Queue what makes verify ids of what was drafted."""
 
+    @abstractmethod
     def observe(self, current: Round) -> None:
         """A round's verification is queued; what it emits will be in its result."""
 

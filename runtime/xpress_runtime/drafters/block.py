@@ -15,7 +15,7 @@ from xpress_runtime.backlog import Backlog
 from xpress_runtime.buffers import row_of
 from xpress_runtime.drafters.base import Drafter, bind_refiner, drafted_scores
 from xpress_runtime.graph_names import refiner_name
-from xpress_runtime.plan import Plan
+from xpress_runtime.plan import Plan, Round
 from xpress_runtime.verification import DrawnFrom
 
 
@@ -25,17 +25,24 @@ class BlockDrafter(Drafter):
     name = "block"
 
     def __init__(
-        self, plan: Plan, num_passes: int, shortlist: int = 0, draft_steps: int = 1, *, sampled: bool = False, backlog: Backlog | None = None
+        self,
+        plan: Plan,
+        num_passes: int,
+        shortlist: int = 0,
+        draft_steps: int = 1,
+        *,
+        sampled: bool = False,
+        backlog: Backlog | None = None,
     ) -> None:
         super().__init__(plan, sampled=sampled)
         self.num_passes = num_passes
         self.shortlist = shortlist if num_passes else 0
         # How many slots are filled after each step. Steps that would fill none are left out: they would draft the same again.
         self.fills = slots_filled(plan.block_size - 1, draft_steps)
-        self.draft_steps = len(self.fills)
+        self._num_steps = self.draft_steps = len(self.fills)
         self._backlog = backlog
         plan.load("drafter", refiner_name(num_passes, self.shortlist, sampled=sampled))
-        if self.draft_steps > 1:
+        if self._num_steps > 1:
             plan.load("denoise")
 
     def drawn_from(self) -> DrawnFrom:
@@ -53,12 +60,12 @@ class BlockDrafter(Drafter):
         taps, width = (self.plan.buffers.taps, self.plan.block_size) if self._backlog is None else self._backlog.context()
         key = ("draft", width, self._backlog is not None)
         self.plan.run(key, partial(self._bind_draft, self.plan.buffers.block_ids, taps, width))
-        if self.draft_steps == 1:
+        if self._num_steps == 1:
             return
         memory = self.plan.part(_DenoiseMemory)
         for step, num_filled in enumerate(self.fills):
             self.plan.run(("denoise", num_filled, step == 0, step % 2), partial(memory.bind, num_filled, step))
-            if step + 1 < self.draft_steps:
+            if step + 1 < self._num_steps:
                 ids = memory.ids[step % 2]
                 self.plan.run(("draft again", step % 2, *key), partial(self._bind_draft, ids, taps, width))
 
@@ -69,6 +76,9 @@ class BlockDrafter(Drafter):
         self.plan.run(
             ("refine", *self._variant, self._last_set), lambda: (bind(sampled=self.sampled, hidden=hidden, base_logits=base_logits),)
         )
+
+    def observe(self, current: Round) -> None:
+        """The taps of the round are its own buffer's."""
 
     def catch_up(self, row: int, text: Sequence[int], num_missed: int) -> None:
         """The backlog has what it needs."""
@@ -87,7 +97,7 @@ class BlockDrafter(Drafter):
     @property
     def _last_set(self) -> int | None:
         """Which half of the denoising memory the last step leaves its block in."""
-        return (self.draft_steps - 1) % 2 if self.draft_steps > 1 else None
+        return (self._num_steps - 1) % 2 if self._num_steps > 1 else None
 
     def _drafted(self) -> tuple[Buffer, Buffer]:
         """Hidden states [B, P, H] and base logits [B, P-1, V] of the whole block."""

@@ -24,6 +24,9 @@ class LookupDrafter(Drafter):
     def drawn_from(self) -> DrawnFrom:
         return DrawnFrom(self._memory.scores, self._memory.candidates)
 
+    def read_chunk(self, row: int, width: int) -> None:
+        """The text is read when the row starts."""
+
     def start(self, row: int, prompt: Sequence[int], anchor: int) -> None:
         self._memory.write(row, [*prompt, anchor])
 

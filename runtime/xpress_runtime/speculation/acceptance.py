@@ -19,13 +19,13 @@ from xpress_runtime.speculation.belief import DriftingBelief, Vector
 _TYPICAL = 0.6
 _SHARED, _SINGLE, _NEIGHBOURS, _SLOPE = 1.5, 0.6, 3.0, 0.5
 # Uncertainty that returns with every round, and for every nat that a round surprises beyond what the model expects.
-_RELAX, _RELAX_PER_NAT = 0.002, 0.1
-_EXPECTED_NATS = 1.0
-_SDECAY=.8
+_RELAX, _RELAX_PER_NAT = 0.0005, 0.15
+_EXPECTED_NATS = 3.0
+_SDECAY=.9
 _NEW=.1
 _MAX_LOGIT = 5.0
 # Rounds whose evidence is remembered, and what each weighs against the next younger one.
-_NUM_RECENT, _AGEING = 24, 0.9
+_NUM_RECENT, _AGEING = 24, 0.95
 
 
 class AcceptanceModel:

@@ -100,13 +100,13 @@ def simulate(
     policy: Policy, machine: Machine, process: Process, num_tokens: int, seed: int, *, request: int = 0, noise: float = 0.05
 ) -> Run:
     """Decode ``num_tokens``; ``request``: a new one begins every so many tokens (0: never)."""
-    rng = np.random.default_rng(seed)
+    clock = np.random.default_rng(seed)
     run = Run([], [], [])
     length, after_plain = 0, False
     late: list[tuple[object, ...]] = []
 
     def measured(seconds: float) -> float:
-        return seconds * float(rng.normal(1.0, noise)) * (4.0 if noise and rng.random() < 0.01 else 1.0)
+        return seconds * float(clock.normal(1.0, noise)) * (4.0 if clock.random() < 0.01 else 1.0)
 
     def record(keep: int) -> None:
         while len(late) > keep:
@@ -120,6 +120,8 @@ def simulate(
             policy.new_request()
             next_request += request
         slower = 1.0 + machine.drift * length / 1000
+        # By place in the text, so that every policy meets the same blocks.
+        rng = np.random.default_rng((seed, length))
         acceptance, confidence = process(length, rng)
         accepts = rng.random(machine.block_size - 1) < acceptance
         drafted = policy.begin()
@@ -148,7 +150,7 @@ def best_fixed(machine: Machine, process: Process, num_tokens: int, seeds: Seque
     """Seconds per token of the best fixed width, and that width; 1 is plain decoding."""
     times = {}
     for width in sorted({1, *machine.widths}):
-        runs = [simulate(Fixed(width), machine, process, num_tokens, seed, noise=0.0) for seed in seeds]
+        runs = [simulate(Fixed(width), machine, process, num_tokens, seed) for seed in seeds]
         times[width] = sum(sum(run.seconds) for run in runs) / sum(sum(run.tokens) for run in runs)
     best = min(times, key=times.__getitem__)
     return times[best], best
