@@ -28,7 +28,7 @@ MAX_MODULE_LINES = 400
 EXPORT_ONLY = {"onnx", "onnx_ir", "onnxscript", "safetensors", "torch", "transformers"}
 # Modules of the runtime that cannot be imported with the packages of its own extras alone, each with the reason.
 NOT_IMPORTED: dict[str, str] = {}
-COMMANDS = ["build", "export", "engine", "parity", "generate", "chat", "inspect", "doctor", "demo"]
+COMMANDS = ["build", "export", "engine", "parity", "generate", "chat", "inspect", "doctor", "bench", "demo"]
 
 
 def _module_name(path: Path) -> str:
@@ -102,6 +102,7 @@ def test_wheel_holds_every_module_and_the_demo(wheel: zipfile.ZipFile) -> None:
     expected |= {f"{name}/py.typed" for name in PACKAGES}
     expected |= {f"xpress_engines/presets/{name}.toml" for name in ("edge", "server")}
     drafter = ("README.md", "LICENSE", "config.json", "eval.json", "model.safetensors")
+    expected |= {"xpress_export/bench/report.html.jinja", *(f"xpress_export/bench/sets/{name}.jsonl" for name in ("math", "code", "chat"))}
     expected |= {"xpress_export/demo/prompts.jsonl", *(f"xpress_export/demo/drafter/{file}" for file in drafter)}
     assert expected <= set(wheel.namelist())
 

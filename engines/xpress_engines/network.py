@@ -19,8 +19,8 @@ from xpress_runtime.errors import CheckFailed
 
 @dataclass(frozen=True)
 class Fp32Island:
-    """An operator that computes in fp32 in a half-precision graph. With ``reads`` only where it reads that input of the graph as it is, with
-    ``follows`` only where it is computed from that input and nothing in half precision lies between.
+    """An operator that computes in fp32 in a half-precision graph. With ``reads`` only where it reads that input of the graph as it is,
+    with ``follows`` only where it is computed from that input and nothing in half precision lies between.
     """
 
     graph: str

@@ -77,6 +77,10 @@ class AutoLoop(Loop):
         logger.debug("%s of %d slots: %d accepted", "drafted round" if drafts else "plain step", committed.width, accepted)
         return committed
 
+    @property
+    def explanation(self) -> str | None:
+        return self.policy.explain()
+
     def _plain_round(self) -> Committed:
         self.stages = (Stage.DRAFT, Stage.VERIFY)
         current = self.plan.begin_round(1)

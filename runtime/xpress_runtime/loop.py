@@ -69,6 +69,11 @@ class Loop(ABC):
             self._log_drafts()
         return committed
 
+    @property
+    def explanation(self) -> str | None:
+        """Why it speculated as it did, where it had a choice."""
+        return None
+
     def _queue(self) -> Round:
         current = self.plan.begin_round(self._width)
         # Equal keys bind equal buffers, so a backend may replay what it recorded; a report belongs to one plan and one round in flight.

@@ -260,8 +260,12 @@ class GenerationStream(Iterator[Piece]):
             *(1e3 * stats.stage_seconds[stage] for stage in (Stage.DRAFT, Stage.REFINE, Stage.VERIFY)),
             1e3 * stats.host_seconds,
         )
+        if (explanation := self._loop.explanation) is not None:
+            logger.info("speculation auto: %s", explanation)
         thresholds = self._session.thresholds
-        if stats.acceptance_rate is not None and stats.acceptance_rate < thresholds.acceptance_rate:
+        poor = stats.acceptance_rate is not None and stats.acceptance_rate < thresholds.acceptance_rate
+        # Where it is "auto" that has been noticed.
+        if poor and stats.speculation == "on":
             logger.warning(
                 "acceptance rate %.3f is below %.3f: the drafter hardly fits this text; try it with speculation off",
                 stats.acceptance_rate,

@@ -102,7 +102,9 @@ class _Planner:
         if group == "A":
             self._add(group, PLAIN, "plain", replace(self._base, speculation="off"))
         elif group == "B" and self._manifest.draft_model is None:
-            self.notes.append("Group B is left out: the bundle has no autoregressive drafter (build one in with --draft-model or --draft-layers).")
+            self.notes.append(
+                "Group B is left out: the bundle has no autoregressive drafter (build one in with --draft-model or --draft-layers)."
+            )
         elif group == "B":
             self._add(group, "autoregressive", "autoregressive drafter", replace(self._base, drafter="autoregressive"))
         elif group == "L":

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from xpress_export.bench import plots, tables
-from xpress_export.bench.findings import findings
+from xpress_export.bench.findings import FEW_PROMPTS, findings
 from xpress_export.bench.modes import GROUPS
 from xpress_export.bench.report import Report
 
@@ -74,7 +74,7 @@ def _sections(report: Report) -> list[dict[str, Any]]:
         ),
         _section(
             "By family of prompts",
-            "The same for each family alone, with wider intervals, all on one scale.",
+            f"The same for each family alone, all on one scale. Intervals of a family of fewer than {FEW_PROMPTS} prompts are too narrow.",
             plots.family_plots(report),
             tables.families(report),
             half=True,

@@ -31,6 +31,7 @@ COMMANDS = {
     "chat": ("chat", "Talk to a bundle."),
     "inspect": ("inspect", "Show what a bundle holds and needs."),
     "doctor": ("doctor", "Show what is installed and which backends run here."),
+    "bench": ("bench", "Measure what speculation gains, and what of it."),
     "demo": ("demo", "Build the demo bundle and show what speculation gains."),
 }
 

@@ -16,15 +16,16 @@ from xpress_export.cli.show_parity import shown_parity
 from xpress_runtime.errors import OptionError
 
 if TYPE_CHECKING:
-    from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
+    from xpress_export.checkpoints import DrafterCheckpoint, DraftModelCheckpoint, TargetCheckpoint
     from xpress_runtime.bundle import Bundle
-    from xpress_runtime.manifest import GraphSet, Origin
+    from xpress_runtime.manifest import DraftModelRecord, GraphSet, Origin
 
 
 @click.command("parity")
 @bundle_argument
 @click.option("--target", help="Where the target lies now. Default: where the bundle was built from.")
 @click.option("--drafter", help="Where the drafter lies now. Default: where the bundle was built from.")
+@click.option("--draft-model", help="Where the draft model lies now, if the bundle has one. Default: where the bundle was built from.")
 @click.option(
     "--precision", "precisions", type=click.Choice(["fp32", "fp16", "bf16"]), multiple=True, help="Graph sets to compare. Default: all."
 )
@@ -40,18 +41,19 @@ def command(
     bundle: Path,
     target: str | None,
     drafter: str | None,
+    draft_model: str | None,
     precisions: tuple[str, ...],
     prompts: Path | None,
     max_new_tokens: int | None,
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Compare every graph of BUNDLE with PyTorch, its target and its generation with transformers.
+    """Compare every graph of BUNDLE with PyTorch, its target and its generation, with every drafter, with transformers.
 
     In half precision also: how close values come to the end of the precision's range, and acceptance against the fp32 graphs. The result
     is written into the bundle. Exit code 1 when something differs by more than the tolerance.
     """
-    from xpress_export.checkpoints import open_drafter, open_target
+    from xpress_export.checkpoints import open_draft_model, open_drafter, open_target
     from xpress_export.parity.check import check_same_checkpoints
     from xpress_export.parity.report import require_passed
     from xpress_runtime.bundle import Bundle
@@ -62,12 +64,18 @@ def command(
     options: dict[str, Any] = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     if prompts is not None:
         options["prompts"] = _read_prompts(prompts)
-    # Both places first: opening a target may take long.
+    # All places first: opening a target may take long.
     target_place = _whereabouts("target", target, opened.manifest.target.origin)
     drafter_place = _whereabouts("drafter", drafter, opened.manifest.drafter.origin)
+    record, model = opened.manifest.draft_model, None
+    model_place = _draft_model_place(draft_model, record)
     target_checkpoint, drafter_checkpoint = open_target(*target_place), open_drafter(*drafter_place)
-    check_same_checkpoints(opened, target_checkpoint, drafter_checkpoint)
-    opened = run_parity(opened, target_checkpoint, drafter_checkpoint, graph_sets=graph_sets, threads=threads, as_json=as_json, **options)
+    if record is not None:
+        model = open_draft_model(*model_place, record.layers, target_checkpoint)
+    check_same_checkpoints(opened, target_checkpoint, drafter_checkpoint, model)
+    opened = run_parity(
+        opened, target_checkpoint, drafter_checkpoint, model, graph_sets=graph_sets, threads=threads, as_json=as_json, **options
+    )
     assert opened.manifest.parity is not None
     results = {graph_set.name: opened.manifest.parity[graph_set.name] for graph_set in graph_sets}
     if as_json:
@@ -79,6 +87,7 @@ def run_parity(
     bundle: Bundle,
     target: TargetCheckpoint,
     drafter: DrafterCheckpoint,
+    draft_model: DraftModelCheckpoint | None = None,
     *,
     as_json: bool,
     graph_sets: Sequence[GraphSet] | None = None,
@@ -92,7 +101,7 @@ def run_parity(
 
     graph_sets = bundle.manifest.graph_sets if graph_sets is None else graph_sets
     with progress("parity", parity_steps(bundle, graph_sets), quiet=as_json) as report:
-        results = check_parity(bundle, target, drafter, graph_sets=graph_sets, report=report, **options)
+        results = check_parity(bundle, target, drafter, draft_model, graph_sets=graph_sets, report=report, **options)
     if not as_json:
         click.echo("\n\n".join(shown_parity(result) for result in results.values()))
     return bundle.write_manifest(bundle.manifest.with_parity(results))
@@ -134,6 +143,16 @@ def _prompt(line: str, where: str) -> str:
     if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
         raise OptionError(f"--prompts {where} holds half of a surrogate pair, which is no text")
     return prompt
+
+
+def _draft_model_place(given: str | None, record: DraftModelRecord | None) -> tuple[str | None, str | None]:
+    """Reference and revision of the bundle's draft model, if it has one of its own: layers of the target lie where the target does."""
+    if record is not None and not record.shares_tables:
+        return _whereabouts("draft-model", given, record.origin)
+    if given is not None:
+        held = "none" if record is None else "one that is made of the target's layers"
+        raise OptionError(f"--draft-model {given} is for a bundle with a draft model of its own, and this one has {held}; leave it out")
+    return None, None
 
 
 def _whereabouts(role: str, given: str | None, origin: Origin) -> tuple[str, str | None]:

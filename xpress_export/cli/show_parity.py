@@ -20,7 +20,7 @@ def shown_parity(parity: Entry) -> str:
     )
     lines = [
         f"{parity['graph_set']}, compared in {parity['compared_in']}",
-        table(["compared with PyTorch", "largest error", "relative", "allowed", "same best token", "result"], rows),
+        table(["compared with PyTorch", "largest error", "relative", "allowed", "same choices", "result"], rows),
     ]
     lines += _ties(parity["graphs"]["head"]["ids"])
     lines += _ranges(parity["graphs"])
@@ -44,7 +44,7 @@ def _error_row(name: str, entry: Entry, allowed: float, agreement: str) -> list[
 
 
 def _agreement(ids: Entry | None) -> str:
-    """Rows with the reference's token of those that could be compared; rows that a near tie changed."""
+    """How often the graph chose as the reference did, of all choices that could be compared; and those that a near tie changed."""
     if ids is None:
         return ""
     ties = f" + {ids['near_ties']} near ties" if ids["near_ties"] else ""
@@ -89,4 +89,4 @@ def _acceptance(acceptance: Entry) -> list[str]:
 def _verdict(entry: Entry) -> str:
     if not entry["passed"]:
         return "FAILED"
-    return "ok" if entry.get("conclusive", True) else "ok, too many near ties to compare more than the first pass"
+    return "ok" if entry.get("conclusive", True) else "ok, too many near ties to compare most choices"

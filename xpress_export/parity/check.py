@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
+from xpress_export.checkpoints import DrafterCheckpoint, DraftModelCheckpoint, TargetCheckpoint
 from xpress_export.graph_set import graph_makers
 from xpress_export.parity.acceptance import TOLERANCE, compare_acceptance
 from xpress_export.parity.compare import tolerance
-from xpress_export.parity.generation import GenerationComparison, compare_generation, generate_all
+from xpress_export.parity.generation import GenerationComparison, compare_generation, generate_all, modes
 from xpress_export.parity.graphs import built_options, check_graphs
 from xpress_export.parity.modules import ModuleRunner
 from xpress_export.parity.reference import ReferenceRun, TransformersReference
@@ -25,7 +26,7 @@ from xpress_runtime.backends.registry import CPU_GRAPH_SET
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.errors import BundleError
 from xpress_runtime.generation import GenerationResult
-from xpress_runtime.manifest import GraphSet
+from xpress_runtime.manifest import GraphSet, Origin
 from xpress_runtime.session import Session, WarningThresholds
 from xpress_runtime.sets import AttentionForm, Precision
 from xpress_runtime.tokenizer import TextTokenizer
@@ -46,10 +47,30 @@ _NOT_RUN_HERE = "PyTorch only: ONNX Runtime's CPU has no bf16 kernels for MatMul
 Report = Callable[[str], None]
 
 
-def check_same_checkpoints(bundle: Bundle, target: TargetCheckpoint, drafter: DrafterCheckpoint) -> None:
+@dataclass(frozen=True)
+class _Checkpoints:
+    """What a bundle is compared with."""
+
+    target: TargetCheckpoint
+    drafter: DrafterCheckpoint
+    draft_model: DraftModelCheckpoint | None
+
+
+def check_same_checkpoints(
+    bundle: Bundle, target: TargetCheckpoint, drafter: DrafterCheckpoint, draft_model: DraftModelCheckpoint | None = None
+) -> None:
     """BundleError unless the bundle was built from exactly these checkpoints."""
     manifest = bundle.manifest
-    for role, checkpoint, record in (("target", target, manifest.target.origin), ("drafter", drafter, manifest.drafter.origin)):
+    pairs: list[tuple[str, TargetCheckpoint | DrafterCheckpoint | DraftModelCheckpoint, Origin]] = [
+        ("target", target, manifest.target.origin),
+        ("drafter", drafter, manifest.drafter.origin),
+    ]
+    if (draft_model is None) != (manifest.draft_model is None):
+        built, given = ("without", "one is given; leave it out") if draft_model else ("with", "none is given; give what it was built from")
+        raise BundleError(f"{bundle.folder} was built {built} a draft model, and {given}")
+    if draft_model is not None and manifest.draft_model is not None:
+        pairs.append(("draft model", draft_model, manifest.draft_model.origin))
+    for role, checkpoint, record in pairs:
         if checkpoint.identity() != record.identity:
             raise BundleError(
                 f"{bundle.folder} was built from another {role} than {checkpoint.location.source}: identity {record.identity[:12]}… and "
@@ -75,6 +96,7 @@ def check_parity(
     bundle: Bundle,
     target: TargetCheckpoint,
     drafter: DrafterCheckpoint,
+    draft_model: DraftModelCheckpoint | None = None,
     *,
     graph_sets: Sequence[GraphSet] | None = None,
     prompts: Sequence[str] = PROMPTS,
@@ -82,24 +104,29 @@ def check_parity(
     threads: int | None = None,
     report: Report = lambda _: None,
 ) -> dict[str, dict[str, Any]]:
-    """Compare sets of a bundle (default: all) with the checkpoints it was built from.
+    """Compare sets of a bundle (default: all) with the checkpoints it was built from; ``draft_model`` where it has one.
 
     Returns the manifest's ``parity`` object of each by its name, ``passed`` first. ``report`` hears each step's name as it begins.
     """
+    checkpoints = _Checkpoints(target, drafter, draft_model)
     report("transformers")
     expected = _expected(bundle, target, prompts, max_new_tokens)
     results = {}
     fp32: Mapping[str, Sequence[GenerationResult]] | None = None
     for graph_set in bundle.manifest.graph_sets if graph_sets is None else graph_sets:
-        check = _SetCheck(bundle, target, drafter, graph_set, expected, threads, lambda step, name=graph_set.name: report(f"{name} {step}"))  # type: ignore[misc]
+        check = _SetCheck(bundle, checkpoints, graph_set, expected, threads, partial(_report_of, report, graph_set.name))
         results[graph_set.name], fp32 = check.run(fp32)
     return results
 
 
 def parity_steps(bundle: Bundle, graph_sets: Sequence[GraphSet]) -> int:
     """At most as many steps as ``report`` of :func:`check_parity` hears of."""
-    num_modes = 1 + len(bundle.manifest.num_passes)
+    num_modes = len(modes(bundle.manifest, MAX_NEW_TOKENS))
     return 1 + sum(len(graph_set.graphs) + 1 + num_modes for graph_set in graph_sets)
+
+
+def _report_of(report: Report, graph_set: str, step: str) -> None:
+    report(f"{graph_set} {step}")
 
 
 class _SetCheck:
@@ -108,15 +135,14 @@ class _SetCheck:
     def __init__(
         self,
         bundle: Bundle,
-        target: TargetCheckpoint,
-        drafter: DrafterCheckpoint,
+        checkpoints: _Checkpoints,
         graph_set: GraphSet,
         expected: _Expected,
         threads: int | None,
         report: Report,
     ) -> None:
         self._bundle = bundle
-        self._checkpoints = target, drafter
+        self._checkpoints = checkpoints
         self._options = built_options(bundle.manifest)
         self._set = graph_set
         self._precision = Precision(graph_set.precision)
@@ -165,10 +191,12 @@ class _SetCheck:
         texts = self._expected.texts
         comparisons = check_graphs(
             self._options,
-            *self._checkpoints,
+            self._checkpoints.target,
+            self._checkpoints.drafter,
             GraphRunner(self._bundle, self._backend) if self._backend else None,
             precision=self._precision,
             form=self._form,
+            draft_model=self._checkpoints.draft_model,
             texts=texts[:: -(-len(texts) // _MAX_TEXTS)],
             report=self._report,
         )
@@ -178,7 +206,7 @@ class _SetCheck:
         manifest = self._bundle.manifest
         if self._backend is not None:
             return target_logits(GraphRunner(self._bundle, self._backend), manifest, self._expected.texts[0])
-        makers = graph_makers(*self._checkpoints, self._options, self._precision, self._form)
+        makers = graph_makers(self._checkpoints.target, self._checkpoints.drafter, self._options, self._precision, self._form)
         return target_logits(ModuleRunner(makers, manifest.cache_rows), manifest, self._expected.texts[0])
 
     def _acceptance(

@@ -1,32 +1,38 @@
 """The inputs that graphs are compared on: random tokens in two rows of different length, and texts.
 
 The graphs are fed as in a generation: prompt, first block, a round after a partial acceptance, a single token. Each graph's input comes
-from what the one before answered. Knows the graphs' inputs; knows nothing about what is done with a call.
+from what the one before answered. Knows the inputs of the models' graphs; those of the graphs between them are
+:mod:`xpress_export.parity.feed_sampling`'s and :mod:`xpress_export.parity.feed_drafting`'s. Knows nothing about what is done with a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
+from xpress_export.checkpoints import DrafterCheckpoint, DraftModelCheckpoint, TargetCheckpoint
 from xpress_export.options import BuildOptions
+from xpress_export.parity.feed_drafting import DraftingFeed
+from xpress_export.parity.feed_sampling import Call, Draw, SamplingFeed
 from xpress_export.parity.modules import Tensors
+from xpress_runtime.graph_names import SAMPLED, refiner_name, refiner_variants
+from xpress_runtime.memory import backlog_rows
 from xpress_runtime.sets import AttentionForm
-
-# Takes a graph's inputs and answers with its reference outputs.
-Call = Callable[[Tensors], Tensors]
 
 _PROMPT_ROWS = 9
 _TABLE_ROWS = 4096
 # Rows of one call of the head, whose logits are as wide as the vocabulary.
 _HEAD_ROWS = 32
 _BLOCKS_PER_TEXT = 4
+# Blocks whose logits the graphs between the models get: those are as wide as the vocabulary, and more of them show nothing new.
+_MAX_BLOCKS = 6
+_DRAFTED_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,8 @@ class _Strand:
     hidden: list[Tensor] = field(default_factory=list)
     taps: list[Tensor] = field(default_factory=list)
     drafts: list[Tensors] = field(default_factory=list)
+    draft_embeddings: list[Tensor] = field(default_factory=list)
+    draft_hidden: list[Tensor] = field(default_factory=list)
 
 
 class Feed:
@@ -71,29 +79,52 @@ class Feed:
         options: BuildOptions,
         form: AttentionForm,
         texts: Sequence[Sequence[int]] = (),
+        draft_model: DraftModelCheckpoint | None = None,
     ) -> None:
         self._generator = torch.Generator().manual_seed(20260802)
         self._vocab_size = target.config.vocab_size
-        self._cache_rows = options.cache_rows
         self._block_size = drafter.config.block_size
         self._mask_token_id = drafter.config.mask_token_id
         longest = max([_PROMPT_ROWS + 3 * self._block_size, *(len(text) for text in texts)])
         # Masked graphs have caches of one length.
         rows = longest + self._block_size if form is AttentionForm.LENGTH else options.cache_rows
         configs = {"target": target.config, "drafter": drafter.config.backbone}
+        if draft_model is not None:
+            configs["draft-decoder"] = draft_model.config
         self._strands = [self._random(), *(self._text(torch.tensor([list(text)])) for text in texts)]
         for strand in self._strands:
             batch = strand.ids[0].shape[0]
             strand.caches = {model: _empty_caches(config, batch, rows) for model, config in configs.items()}
-        self._head: Call | None = None
+        # The head and the draft model's, once they were called.
+        self._logits: dict[str, Call] = {}
+        self._draw = Draw(self._generator, self._vocab_size, self._block_size)
+        num_stored = backlog_rows(options.prefill_chunk, self._block_size)
+        variants = refiner_variants(options.num_passes, options.shortlists)
+        sampling = SamplingFeed(self._draw, options.cache_rows, self._some_blocks)
+        self._drafting = DraftingFeed(self._draw, options.cache_rows, num_stored, self._some_blocks, lambda: self._strands[0].taps)
         self.calls: dict[str, Callable[[Call], None]] = {
             "embed": self._embed,
             "target": self._target,
             "head": self._rank,
             "drafter": self._drafter,
-            **{f"refiner-k{passes}": self._refiner for passes in options.num_passes},
-            "accept": self._accept,
+            **{refiner_name(*variant): self._refiner for variant in variants},
+            "accept": sampling.accept,
+            **self._drafting.calls(),
         }
+        if options.sampling:
+            self.calls |= {refiner_name(*variant, sampled=True): self._sampled_refiner for variant in variants}
+            self.calls |= sampling.calls()
+        if draft_model is not None:
+            self.calls |= self._draft_model_calls(shares_tables=draft_model.shares_tables, sampling=options.sampling)
+
+    def _draft_model_calls(self, *, shares_tables: bool, sampling: bool) -> dict[str, Callable[[Call], None]]:
+        own_tables = {} if shares_tables else {"draft-embed": self._draft_embed}
+        own_head = {} if shares_tables else {"draft-head": self._draft_rank}
+        head = "head" if shares_tables else "draft-head"
+        steps = {f"draft-step{SAMPLED if sampled else ''}": partial(self._draft_step, head, sampled) for sampled in (False, True)}
+        if not sampling:
+            del steps[f"draft-step{SAMPLED}"]
+        return {**own_tables, "draft-decoder": self._draft_decoder, **own_head, "draft-start": self._drafting.draft_start, **steps}
 
     def _ids(self, *shape: int) -> Tensor:
         return torch.randint(self._vocab_size, shape, generator=self._generator)
@@ -145,13 +176,13 @@ class Feed:
                 caches = _next_caches(outputs)
 
     def _rank(self, call: Call) -> None:
-        self._head = call
+        self._logits["head"] = call
         for strand in self._strands:
             for source, rows in strand.ranked:
                 call({"hidden": strand.hidden[source], "rows": rows})
 
     def _drafter(self, call: Call) -> None:
-        assert self._head is not None, "the head is called before the drafter"
+        head = self._logits["head"]
         for strand in self._strands:
             caches = strand.caches.pop("drafter")
             for block, embeddings in zip(strand.blocks, strand.block_embeddings, strict=True):
@@ -167,7 +198,7 @@ class Feed:
                 caches = _next_caches(outputs)
                 hidden = outputs["hidden"]
                 draft_rows = torch.arange(1, self._block_size).expand(hidden.shape[0], -1).contiguous()
-                base = self._head({"hidden": hidden, "rows": draft_rows})["logits"]
+                base = head({"hidden": hidden, "rows": draft_rows})["logits"]
                 strand.drafts.append({"hidden": hidden, "base_logits": base, "anchor": block.anchor, "predecessor": block.predecessor})
 
     def _refiner(self, call: Call) -> None:
@@ -175,33 +206,45 @@ class Feed:
             for inputs in strand.drafts:
                 call(inputs)
 
-    def _accept(self, call: Call) -> None:
-        for inputs in self._accept_cases():
-            call(inputs)
+    def _sampled_refiner(self, call: Call) -> None:
+        for strand in self._strands:
+            for number, inputs in enumerate(strand.drafts):
+                batch = inputs["anchor"].shape[0]
+                call({**inputs, "position": self._draw.positions(batch), **self._draw.numbers(batch, greedy=number)})
 
-    def _accept_cases(self) -> Iterator[Tensors]:
-        width = self._block_size
-        target = self._ids(2, width)
-        for accepted in range(width):
-            verify = torch.cat([self._ids(2, 1), target[:, :-1]], dim=1)
-            if accepted < width - 1:
-                verify[0, accepted + 1] = (verify[0, accepted + 1] + 1) % self._vocab_size
-            yield {
-                "verify_ids": verify,
-                "target_tokens": target,
-                "position": torch.tensor([40, 3]),
-                "predecessor": self._ids(2),
-                "active": torch.tensor([1, accepted % 2]),
-            }
-        # Plain decoding, up to and past the position from which rows are frozen.
-        for position in range(max(0, self._cache_rows - 4 * width), self._cache_rows, 2):
-            yield {
-                "verify_ids": self._ids(2, 1),
-                "target_tokens": self._ids(2, 1),
-                "position": torch.tensor([position, position + 1]),
-                "predecessor": self._ids(2),
-                "active": torch.tensor([1, 1]),
-            }
+    def _some_blocks(self) -> list[Tensors]:
+        """What the drafter's blocks of some strands were: anchor, base logits and the like; the first are of two rows."""
+        first, *texts = self._strands
+        return [*first.drafts, *(text.drafts[0] for text in texts)][:_MAX_BLOCKS]
+
+    # The draft model.
+
+    def _draft_embed(self, call: Call) -> None:
+        for rows in torch.split(torch.arange(self._vocab_size), _TABLE_ROWS):
+            call({"ids": rows[None]})
+        for strand in self._strands:
+            strand.draft_embeddings = [call({"ids": ids})["embeddings"] for ids in strand.ids]
+
+    def _draft_decoder(self, call: Call) -> None:
+        for strand in self._strands:
+            caches = strand.caches.pop("draft-decoder")
+            for embeddings, position in zip(strand.draft_embeddings or strand.embeddings, strand.positions, strict=True):
+                outputs = call({"embeddings": embeddings, "position": torch.tensor(position), **caches})
+                strand.draft_hidden.append(outputs["hidden"])
+                caches = _next_caches(outputs)
+
+    def _draft_rank(self, call: Call) -> None:
+        self._logits["draft-head"] = call
+        for strand in self._strands:
+            for source, rows in strand.ranked:
+                call({"hidden": strand.draft_hidden[source], "rows": rows})
+
+    def _draft_step(self, head: str, sampled: bool, call: Call) -> None:
+        """A block from the first rows of the random strand's second call."""
+        hidden = self._strands[0].draft_hidden[1]
+        rows = [torch.full((hidden.shape[0], 1), row) for row in range(min(hidden.shape[1], _DRAFTED_ROWS))]
+        logits = [self._logits[head]({"hidden": hidden, "rows": wanted})["logits"] for wanted in rows]
+        self._drafting.draft_step(call, logits, sampled=sampled)
 
 
 def _empty_caches(config: Any, batch: int, cache_rows: int) -> Tensors:

@@ -1,4 +1,4 @@
-"""Generation through the runtime against transformers' greedy continuation, token by token, plain and for every built number of passes.
+"""Generation through the runtime against transformers' greedy continuation, token by token, plain and with every kind of drafter.
 
 A difference counts as a tie only when the reference's two best logits differ by at most twice the measured logit error at that step, and
 that error is within the tolerance: a wrong target must not explain its own tokens. Each is listed with its margin. After a tie the two
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from xpress_export.parity.reference import ReferenceRun
 from xpress_export.parity.runner import GraphRunner
 from xpress_export.parity.target import target_logits
 from xpress_runtime.generation import GenerationConfig, GenerationResult
+from xpress_runtime.manifest import Manifest
 from xpress_runtime.session import Session
 
 
@@ -64,11 +66,18 @@ class GenerationComparison:
         }
 
 
-def modes(session: Session, max_new_tokens: int) -> dict[str, GenerationConfig]:
-    """Plain decoding and one mode per built number of passes."""
-    configs = {"plain": GenerationConfig(max_new_tokens=max_new_tokens, speculation="off")}
-    for passes in session.bundle.manifest.num_passes:
-        configs[f"K={passes}"] = GenerationConfig(max_new_tokens=max_new_tokens, num_passes=passes)
+def modes(manifest: Manifest, max_new_tokens: int) -> dict[str, GenerationConfig]:
+    """Plain decoding, every built number of passes, a shortlist that is not the default, denoising steps, and the other drafters."""
+    greedy = partial(GenerationConfig, max_new_tokens)
+    configs = {"plain": greedy(speculation="off")}
+    configs |= {f"K={passes}": greedy(num_passes=passes) for passes in manifest.num_passes}
+    if most := max(manifest.num_passes):
+        configs |= {f"K={most} C={shortlist}": greedy(num_passes=most, shortlist=shortlist) for shortlist in manifest.shortlists[1:2]}
+    if manifest.drafter.num_proposals > 1:
+        configs["2 draft steps"] = greedy(draft_steps=2)
+    configs["lookup"] = greedy(drafter="lookup")
+    if manifest.draft_model is not None:
+        configs["autoregressive"] = greedy(drafter="autoregressive")
     return configs
 
 
@@ -104,7 +113,7 @@ def generate_all(
 ) -> dict[str, list[GenerationResult]]:
     """What each mode makes of each prompt; ``report`` hears each mode's name."""
     results = {}
-    for mode, config in modes(session, max_new_tokens).items():
+    for mode, config in modes(session.bundle.manifest, max_new_tokens).items():
         report(f"generation {mode}")
         results[mode] = [session.generate(prompt, config) for prompt in prompts]
     return results

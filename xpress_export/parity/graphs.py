@@ -8,22 +8,22 @@ makes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
+from xpress_export.checkpoints import DrafterCheckpoint, DraftModelCheckpoint, TargetCheckpoint
 from xpress_export.graph_set import graph_makers
-from xpress_export.graphs.refiner import RefinerGraph
+from xpress_export.graphs.refiner import GreedyForm, SampledForm
 from xpress_export.graphs.spec import DYNAMIC_DIMS, GraphSpec
 from xpress_export.models.precision import DTYPES
 from xpress_export.options import BuildOptions
+from xpress_export.parity.choices import CHOOSING, Drafted, by_candidate, places, sure_choices
 from xpress_export.parity.compare import UNEQUAL, ArrayComparison, compare_arrays, tolerance
 from xpress_export.parity.feed import Feed
 from xpress_export.parity.fp32_parts import fp32_parts
-from xpress_export.parity.ids import Bools, IdComparison, comparable_slots, compare_ids
+from xpress_export.parity.ids import Bools, IdComparison, compare_choices, compare_ids
 from xpress_export.parity.modules import HalfModule, Tensors, run_module, to_arrays
 from xpress_export.parity.runner import Arrays, GraphRunner
 from xpress_export.parity.value_range import ValueRange
@@ -33,7 +33,7 @@ from xpress_runtime.sets import AttentionForm, Precision
 
 @dataclass
 class GraphComparison:
-    """Worst error of each output over all calls of a graph, its token ids where it chooses some, and its range where it is in half."""
+    """Worst error of each output over all calls of a graph, its choices where it makes some, and its range where it is in half."""
 
     tolerance: float
     outputs: dict[str, ArrayComparison] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class GraphComparison:
 
     @property
     def conclusive(self) -> bool:
-        """Whether at least half of the ids could be compared; of a refiner with less than that, little more than its first pass was."""
+        """Whether at least half of the choices could be compared; of a refiner with less, little more than its first pass was."""
         return self.ids is None or 2 * self.ids.not_comparable <= self.ids.rows
 
     @property
@@ -72,11 +72,12 @@ def built_options(manifest: Manifest) -> BuildOptions:
     """The options that a bundle was built with."""
     return BuildOptions(
         num_passes=manifest.num_passes,
-        shortlist=manifest.shortlist,
+        shortlists=manifest.shortlists,
         capacity=manifest.capacity,
         batch=manifest.batch,
         prefill_chunk=manifest.prefill_chunk,
         cache_rows=manifest.cache_rows,
+        sampling=manifest.sampling,
     )
 
 
@@ -88,6 +89,7 @@ def check_graphs(
     *,
     precision: Precision = Precision.FP32,
     form: AttentionForm = AttentionForm.LENGTH,
+    draft_model: DraftModelCheckpoint | None = None,
     texts: Sequence[Sequence[int]] = (),
     report: Callable[[str], None] = lambda _: None,
 ) -> dict[str, GraphComparison]:
@@ -96,10 +98,10 @@ def check_graphs(
     ``runner`` None compares the rounded modules themselves, for a precision whose graphs do not run here. ``texts``: token ids that are fed
     besides random ones, at least two each.
     """
-    references = graph_makers(target, drafter, options, Precision.FP32, form)
-    halves = graph_makers(target, drafter, options, precision, form)
+    references = graph_makers(target, drafter, options, Precision.FP32, form, draft_model)
+    halves = graph_makers(target, drafter, options, precision, form, draft_model)
     comparisons = {}
-    for name, calls in Feed(target, drafter, options, form, texts).calls.items():
+    for name, calls in Feed(target, drafter, options, form, texts, draft_model).calls.items():
         report(name)
         # The half module first: converting a tied table would convert the one that a module in fp32 holds.
         half_spec = halves[name]() if precision is not Precision.FP32 else None
@@ -127,10 +129,8 @@ class _GraphCheck:
     def call(self, inputs: Tensors) -> Tensors:
         reference = run_module(self._spec, inputs)
         rounded = self._half.run(inputs) if self._half else {}
-        found = to_arrays(rounded) if self._runner is None else self._run(self._runner, inputs)
-        expected = to_arrays(reference)
-        if "candidates" in expected and "candidates" in found:
-            found, expected = by_candidate(found), by_candidate(expected)
+        found = by_candidate(to_arrays(rounded) if self._runner is None else self._run(self._runner, inputs))
+        expected = by_candidate(to_arrays(reference))
         self.comparison.calls += 1
         for name, error in self._errors(inputs, found, expected).items():
             worst = self.comparison.outputs.get(name)
@@ -147,50 +147,43 @@ class _GraphCheck:
         return runner.run(self._spec.name, {name: tensor.numpy() for name, tensor in inputs.items()}, dims)
 
     def _errors(self, inputs: Tensors, found: Arrays, expected: Arrays) -> dict[str, ArrayComparison]:
-        # A graph of another kind in this one's place may lack an output.
-        present = {name: array for name, array in expected.items() if name in found}
-        errors = {name: UNEQUAL for name in expected if name not in found}
-        if {"token", "logits"} <= present.keys():
-            errors["token"] = self._compare_ids(found["token"], found["logits"], expected["logits"])
-        if {"verify_ids", "refined_logits"} <= present.keys() and found["verify_ids"].shape == expected["verify_ids"].shape:
-            scores = expected["refined_logits"]
-            comparable = self._comparable(inputs, scores)
-            drafts = _places(found["verify_ids"][:, 1:], found.get("candidates"))
-            errors["verify_ids"] = self._compare_ids(drafts, found["refined_logits"], scores, comparable)
-            if not np.array_equal(found["verify_ids"][:, 0], expected["verify_ids"][:, 0]):
-                errors["verify_ids"] = UNEQUAL
-            if found["refined_logits"].shape == scores.shape:
-                errors["refined_logits"] = compare_arrays(found["refined_logits"][comparable], scores[comparable])
-        return errors | {name: compare_arrays(found[name], array) for name, array in present.items() if name not in errors}
+        # A graph of another kind in this one's place may lack an output, or have it in another shape.
+        same_shape = {name: name in found and found[name].shape == array.shape for name, array in expected.items()}
+        errors = {name: UNEQUAL for name, same in same_shape.items() if not same}
+        if not errors and {"token", "logits"} <= expected.keys():
+            errors["token"] = self._record(compare_ids(found["token"], found["logits"], expected["logits"]))
+        elif not errors and isinstance(self._spec.module, GreedyForm | SampledForm):
+            errors = self._refiner_errors(inputs, found, expected)
+        elif not errors and self._spec.name in CHOOSING:
+            errors = self._choice_errors(sure_choices(self._spec, inputs, expected), found, expected)
+        return errors | {name: compare_arrays(found[name], array) for name, array in expected.items() if name not in errors}
 
-    def _comparable(self, inputs: Tensors, scores: NDArray[Any]) -> Bools:
-        """The slots [B, P-1] whose last pass reads the same tokens wherever errors are within the tolerance."""
-        module = self._spec.module
-        assert isinstance(module, RefinerGraph), "only refiners give refined logits"
-        error = self.comparison.tolerance * max(1.0, float(np.abs(scores).max()))
-        passes = [
-            run_module(replace(self._spec, module=RefinerGraph(module.refiner, passes, module.shortlist)), inputs)["refined_logits"].numpy()
-            for passes in range(1, module.num_passes)
-        ]
-        return comparable_slots(passes, error) if passes else np.ones(scores.shape[:-1], np.bool_)
+    def _refiner_errors(self, inputs: Tensors, found: Arrays, expected: Arrays) -> dict[str, ArrayComparison]:
+        drafted = Drafted(self._spec, inputs, expected)
+        if drafted.scores not in expected:
+            # The greedy seed chooses from what it is given.
+            return {}
+        comparable = drafted.comparable(self.comparison.tolerance)
+        chosen = places(found["verify_ids"][:, 1:], found.get("candidates"))
+        compared = compare_ids(
+            chosen, found[drafted.scores] + drafted.noise, drafted.reference(), comparable, noise_error=drafted.noise_error
+        )
+        same_anchor = np.array_equal(found["verify_ids"][:, 0], expected["verify_ids"][:, 0])
+        verdict = self._record(compared)
+        return {
+            "verify_ids": verdict if same_anchor else UNEQUAL,
+            drafted.scores: compare_arrays(found[drafted.scores][comparable], expected[drafted.scores][comparable]),
+        }
 
-    def _compare_ids(
-        self, ids: NDArray[Any], found: NDArray[Any], reference: NDArray[Any], comparable: Bools | None = None
-    ) -> ArrayComparison:
-        compared = compare_ids(ids, found, reference, comparable)
+    def _choice_errors(self, sure: dict[str, Bools], found: Arrays, expected: Arrays) -> dict[str, ArrayComparison]:
+        errors = {}
+        for name, array in expected.items():
+            if array.dtype.kind == "f":
+                errors[name] = compare_arrays(found[name][sure[name]], array[sure[name]])
+            else:
+                errors[name] = self._record(compare_choices(found[name], array, sure[name]))
+        return errors
+
+    def _record(self, compared: IdComparison) -> ArrayComparison:
         self.comparison.ids = compared if self.comparison.ids is None else self.comparison.ids + compared
         return UNEQUAL if compared.different else ArrayComparison(0.0, 0.0, True)
-
-
-def by_candidate(outputs: Arrays) -> Arrays:
-    """Candidates in the order of their ids, their scores with them: libraries sort candidates of equal logits differently."""
-    order = outputs["candidates"].argsort(axis=-1)
-    return {**outputs, **{name: np.take_along_axis(outputs[name], order, axis=-1) for name in ("candidates", "refined_logits")}}
-
-
-def _places(drafts: NDArray[Any], candidates: NDArray[Any] | None) -> NDArray[Any]:
-    """Where drafts [B, P-1] stand among their candidates [B, P-1, C]; -1 for one that is none of them."""
-    if candidates is None:
-        return drafts
-    same = candidates == drafts[..., None]
-    return np.where(same.any(-1), same.argmax(-1), -1)

@@ -55,8 +55,7 @@ class GraphRunner:
             buffers[name] = self._backend.allocate(cast.shape, cast.dtype)
             buffers[name].write(cast)
         for name, info in program.outputs.items():
-            in_place = name.replace("_cache_out.", "_cache.")
-            if in_place in inputs:
+            if (in_place := updated_in_place(name)) in inputs:
                 buffers[name] = buffers[in_place]
             else:
                 shape = tuple(dims[dim] if isinstance(dim, str) else dim for dim in info.dims)
@@ -64,6 +63,11 @@ class GraphRunner:
         program.bind(buffers).run()
         self._backend.synchronise()
         return {name: buffers[name].read() for name in program.outputs}
+
+
+def updated_in_place(output: str) -> str | None:
+    """The input whose memory an output shares where a graph updates it in place."""
+    return "store" if output == "store_out" else output.replace("_cache_out.", "_cache.") if "_cache_out." in output else None
 
 
 def int64(values: Any) -> NDArray[np.int64]:
