@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from xpress_engines.builder import EngineOptions, run_worker, worker_job
-from xpress_engines.profiles import dim_ranges, graph_calls
+from xpress_engines.profiles import BlockSizes, dim_ranges, graph_calls
 from xpress_export.cli.show import table
 from xpress_export.engines_build import engine_options, request_engines
 from xpress_runtime.bundle import Bundle
@@ -46,17 +46,18 @@ def main(bundle: Path, graph: str, batches: tuple[int, ...], kind: str) -> None:
 
 def _layouts(bundle: Bundle, options: EngineOptions, graph: str) -> dict[str, Ranges]:
     """Pinned for each call alone and for several of them, a range for each call, and one range that spans them all."""
-    block_size = bundle.manifest.drafter.block_size
-    calls = graph_calls(graph, options.profile, block_size)
-    pinned = dim_ranges(graph, options.profile, "pinned", block_size)
+    sizes = BlockSizes.of(bundle.manifest)
+    calls = graph_calls(graph, options.profile, sizes)
+    pinned = dim_ranges(graph, options.profile, "pinned", sizes)
     # From the smallest sizes of any call up to a call's own.
     lowest = {dim: min(call[dim] for call in calls) for dim in calls[0]}
     names = [" x ".join(str(size) for size in call.values()) for call in calls]
     spans = dict.fromkeys([*((index, index + 1) for index in range(len(calls))), (0, 2), (1, 3), (0, len(calls))])
     return {
-        **{f"pinned {', '.join(names[first:last])}": pinned[first:last] for first, last in spans},
+        # Some graphs have one call only.
+        **{f"pinned {', '.join(names[first:last])}": pinned[first:last] for first, last in spans if last <= len(calls)},
         "ranged, one a call": [{dim: (lowest[dim], size, size) for dim, size in call.items()} for call in calls],
-        "shared": dim_ranges(graph, options.profile, "shared", block_size),
+        "shared": dim_ranges(graph, options.profile, "shared", sizes),
     }
 
 

@@ -1,5 +1,5 @@
-"""The GPU backends on this machine, as a report: every engine against ONNX Runtime's CPU on the same half-precision graphs, tokens against
-plain decoding and against the CPU, round time, host share, memory.
+"""The GPU backends on this machine, as a report: every engine against ONNX Runtime's CPU on the same half-precision graphs, tokens of every
+drafter against plain decoding and against the CPU, sampling with the same seed twice, round time, host share, memory.
 
     python benchmarks/gpu_check.py [--bundle BUNDLE] [--output gpu-report]
 
@@ -14,7 +14,7 @@ import logging
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,26 +27,21 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "engines"), str(ROOT / "runtime")]
 
-from xpress_engines.profiles import ProfileSet, graph_calls  # noqa: E402
-from xpress_export.parity.compare import compare_arrays, tolerance  # noqa: E402
+from benchmarks.gpu_graphs import MakeBackend, compare_graphs  # noqa: E402
+from xpress_export.parity.modes import PLAIN, greedy_modes  # noqa: E402
 from xpress_runtime.backends import Backend, open_backend, probe_backends  # noqa: E402
-from xpress_runtime.backends.base import Program  # noqa: E402
 from xpress_runtime.backends.ort_cpu import OrtCpuBackend  # noqa: E402
 from xpress_runtime.bundle import Bundle  # noqa: E402
 from xpress_runtime.engines import ENGINE_KINDS, engine_kinds  # noqa: E402
 from xpress_runtime.errors import EnvironmentProblem, XpressError  # noqa: E402
 from xpress_runtime.generation import GenerationConfig  # noqa: E402
 from xpress_runtime.plan import Plan  # noqa: E402
+from xpress_runtime.prefill import prefill  # noqa: E402
 from xpress_runtime.session import Session  # noqa: E402
 from xpress_runtime.sets import Precision  # noqa: E402
 
-Arrays = dict[str, NDArray[Any]]
-MakeBackend = Callable[[], Backend]
-
 GPU_BACKENDS = ("tensorrt", "tensorrt-rtx", "ort-cuda", "ort-trt-rtx")
 _PACKAGES = ("tensorrt", "tensorrt-rtx", "onnxruntime", "onnxruntime-gpu", "onnxruntime-ep-nv-tensorrt-rtx", "cuda-bindings")
-# Argmaxes of random logits are now and then nearer than a rounding.
-_MAX_DIFFERENT_IDS = 0.05
 _MAX_NEW_TOKENS = 64
 
 
@@ -66,106 +61,15 @@ def working_backends() -> list[str]:
     return [status.name for status in statuses if status.runs]
 
 
-# Graph by graph.
-
-
-def random_inputs(bundle: Bundle, program: Program, sizes: Mapping[str, int], seed: int) -> Arrays:
-    """Inputs of one call that a graph may get: ``sizes`` are its dynamic dims. Positions leave room, floats are near 1, ids repeat."""
-    manifest, generator = bundle.manifest, np.random.default_rng(seed)
-    inputs: Arrays = {}
-    for name, info in program.inputs.items():
-        shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in info.dims)
-        if info.dtype.kind == "f":
-            inputs[name] = generator.standard_normal(shape).astype(info.dtype)
-        elif name == "rows":
-            inputs[name] = np.tile(np.arange(shape[1]) + sizes["tokens"] - shape[1], (shape[0], 1))
-        elif name == "active":
-            inputs[name] = np.ones(shape, np.int64)
-        elif name in ("position", "context_position"):
-            inputs[name] = np.full(shape, 2)
-        elif name == "block_position":
-            inputs[name] = np.full(shape, 2 + min(sizes["tokens"], 3))
-        elif name in ("verify_ids", "target_tokens"):
-            # Few different ones, so that some are accepted.
-            inputs[name] = generator.integers(0, 2, shape)
-        else:
-            inputs[name] = generator.integers(0, manifest.target.vocab_size, shape)
-        inputs[name] = inputs[name].astype(info.dtype)
-    return inputs
-
-
-def run_program(backend: Backend, program: Program, inputs: Arrays, output_shapes: Mapping[str, tuple[int, ...]]) -> Arrays:
-    """One run on fresh buffers; caches are updated in place."""
-    buffers = {}
-    for name, array in inputs.items():
-        buffers[name] = backend.allocate(array.shape, array.dtype)
-        buffers[name].write(array)
-    for name, info in program.outputs.items():
-        cache = name.replace("_cache_out.", "_cache.")
-        buffers[name] = buffers[cache] if cache in inputs else backend.allocate(output_shapes[name], info.dtype)
-    program.bind(buffers).run()
-    backend.synchronise()
-    return {name: buffers[name].read() for name in program.outputs}
-
-
-def compare_graphs(bundle: Bundle, make: MakeBackend) -> dict[str, Any]:
-    """Every graph in every call that the runtime makes: worst scaled error of its floats, share of its ids that differ."""
-    backend = make()
-    try:
-        backend.admit(bundle, 1)
-        cpu = OrtCpuBackend(graph_set=backend.graph_set)
-        precision = Precision(bundle.manifest.graph_set(backend.graph_set).precision)
-        return {graph: _compare_graph(bundle, backend, cpu, graph, tolerance(precision, graph)) for graph in _graphs(bundle)}
-    finally:
-        backend.close()
-
-
-def _graphs(bundle: Bundle) -> list[str]:
-    return ["embed", "target", "head", "drafter", "accept", *(f"refiner-k{passes}" for passes in sorted(bundle.manifest.num_passes))]
-
-
-def _compare_graph(bundle: Bundle, backend: Backend, cpu: Backend, graph: str, largest_error: float) -> dict[str, Any]:
-    manifest = bundle.manifest
-    profile = ProfileSet(manifest.prefill_chunk, 1, manifest.capacity)
-    on_gpu, on_cpu = backend.load(bundle, graph), cpu.load(bundle, graph)
-    worst, different, num_ids, num_calls = 0.0, 0, 0, 0
-    for seed, sizes in enumerate(graph_calls(graph, profile, manifest.drafter.block_size)):
-        inputs = random_inputs(bundle, on_cpu, sizes, seed)
-        shapes = {name: tuple(sizes[dim] if isinstance(dim, str) else dim for dim in info.dims) for name, info in on_cpu.outputs.items()}
-        expected = run_program(cpu, on_cpu, inputs, shapes)
-        found = run_program(backend, on_gpu, inputs, shapes)
-        num_calls += 1
-        for name, array in expected.items():
-            if array.dtype.kind == "f":
-                worst = max(worst, compare_arrays(_valid(name, found[name], sizes), _valid(name, array, sizes)).scaled_error)
-            else:
-                different += int((found[name] != array).sum())
-                num_ids += array.size
-    exact = graph == "accept"
-    passed = worst <= largest_error and different <= (0 if exact else _MAX_DIFFERENT_IDS * num_ids)
-    return {
-        "passed": passed,
-        "calls": num_calls,
-        "scaled_error": worst,
-        "tolerance": largest_error,
-        "ids": num_ids,
-        "different_ids": different,
-    }
-
-
-def _valid(name: str, array: NDArray[Any], sizes: Mapping[str, int]) -> NDArray[Any]:
-    """Of a cache the rows that were written; of everything else all."""
-    return array[:, :, : 2 + sizes["tokens"]] if "_cache_out." in name else array
-
-
 # Generation.
 
 
 def compare_generation(bundle: Bundle, make: MakeBackend, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Tokens of every number of passes against plain decoding on the same backend, and plain decoding against the CPU.
+    """Tokens of every greedy mode against plain decoding on the same backend, and plain decoding against the CPU; and of sampled modes the
+    same seed twice.
 
-    Where two differ, the first different place counts: they agree if the logits of the two tokens are nearer than twice the error of the
-    backend's logits against the CPU's, measured on the prompts.
+    Where two greedy texts differ, the first different place counts: they agree if the logits of the two tokens are nearer than twice the
+    error of the backend's logits against the CPU's, measured on the prompts. Of one seed and one backend every token must be the same.
     """
     backend = make()
     free_before = _free_memory(backend)
@@ -175,32 +79,60 @@ def compare_generation(bundle: Bundle, make: MakeBackend, prompts: Sequence[Prom
         error = max(
             float(np.abs(_logits(session.open_plan(), prompt.tokens) - _logits(cpu.open_plan(), prompt.tokens)).max()) for prompt in prompts
         )
-        plain = _Decoded(session, prompts, None)
-        divergences = list(_divergences("plain on the CPU", plain, _Decoded(cpu, prompts, None), cpu.open_plan(), prompts, error))
+        modes = greedy_modes(bundle.manifest, _MAX_NEW_TOKENS, ignore_stop=True)
+        modes["auto"] = GenerationConfig(_MAX_NEW_TOKENS, ignore_stop=True, speculation="auto")
+        plain = _Decoded(session, prompts, PLAIN, modes[PLAIN])
+        on_cpu = _Decoded(cpu, prompts, PLAIN, modes[PLAIN])
+        divergences = list(_divergences("plain on the CPU", plain, on_cpu, cpu.open_plan(), prompts, error))
         rows = [plain.figures()]
-        for num_passes in sorted(bundle.manifest.num_passes):
-            refined = _Decoded(session, prompts, num_passes)
-            rows.append(refined.figures())
-            divergences += _divergences("plain on this backend", refined, plain, cpu.open_plan(), prompts, error)
+        for mode, config in modes.items():
+            if mode != PLAIN:
+                decoded = _Decoded(session, prompts, mode, config)
+                rows.append(decoded.figures())
+                divergences += _divergences("plain on this backend", decoded, plain, cpu.open_plan(), prompts, error)
+        repeated = {}
+        for mode, config in _sampled_modes(bundle).items():
+            first, second = (_Decoded(session, prompts, mode, config) for _ in range(2))
+            rows.append(first.figures())
+            repeated[mode] = first.tokens == second.tokens
         free_after = _free_memory(backend)
     return {
-        "passed": all(divergence["explained"] for divergence in divergences),
+        "passed": all(divergence["explained"] for divergence in divergences) and all(repeated.values()),
         "logit_error": error,
         "divergences": divergences,
+        "same_seed_same_tokens": repeated,
         "rows": rows,
         "open_seconds": opened_seconds,
         "gpu_memory_bytes": free_before - free_after,
     }
 
 
+def _sampled_modes(bundle: Bundle) -> dict[str, GenerationConfig]:
+    """Sampling with all that it has, plain and with every drafter."""
+    if not bundle.manifest.sampling:
+        return {}
+    sampled = partial(
+        GenerationConfig,
+        _MAX_NEW_TOKENS,
+        ignore_stop=True,
+        temperature=0.8,
+        top_k=50,
+        top_p=0.95,
+        min_p=0.01,
+        repetition_penalty=1.05,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        seed=11,
+    )
+    modes = {"sampled, plain": sampled(speculation="off"), "sampled": sampled(), "sampled, lookup": sampled(drafter="lookup")}
+    return modes | ({"sampled, autoregressive": sampled(drafter="autoregressive")} if bundle.manifest.draft_model is not None else {})
+
+
 class _Decoded:
     """Tokens and figures of all prompts; the first prompt runs once before, for what happens only once."""
 
-    def __init__(self, session: Session, prompts: Sequence[Prompt], num_passes: int | None) -> None:
-        self.num_passes = num_passes
-        config = GenerationConfig(
-            max_new_tokens=_MAX_NEW_TOKENS, num_passes=num_passes, speculation="off" if num_passes is None else "on", ignore_stop=True
-        )
+    def __init__(self, session: Session, prompts: Sequence[Prompt], mode: str, config: GenerationConfig) -> None:
+        self.mode = mode
         session.generate(prompts[0].tokens, config)
         results = [session.generate(prompt.tokens, config) for prompt in prompts]
         self.tokens = [list(result.tokens) for result in results]
@@ -211,7 +143,7 @@ class _Decoded:
         seconds = sum(stats.decode_seconds for stats in self._stats)
         kept = sum(sum(stats.kept_lengths) for stats in self._stats)
         return {
-            "num_passes": self.num_passes,
+            "mode": self.mode,
             "mean_acceptance_length": kept / rounds,
             "round_ms": 1e3 * seconds / rounds,
             "ms_per_token": 1e3 * seconds / kept,
@@ -231,7 +163,7 @@ def _divergences(
         margin = abs(float(logits[ours[place]] - logits[theirs[place]]))
         yield {
             "prompt": index,
-            "num_passes": found.num_passes,
+            "mode": found.mode,
             "against": against,
             "token": place,
             "margin": margin,
@@ -241,7 +173,7 @@ def _divergences(
 
 def _logits(plan: Plan, tokens: Sequence[int]) -> NDArray[Any]:
     """The target's logits [V] after a text."""
-    plan.prefill(0, np.asarray(tokens, np.int64), with_drafter=False)
+    prefill(plan, 0, np.asarray(tokens, np.int64), None)
     return plan.buffers.logits.view(1, 1, plan.buffers.logits.shape[2]).read()[0, 0]
 
 
@@ -282,17 +214,18 @@ def markdown(report: Mapping[str, Any]) -> str:
                 f"| {graph} | {row['calls']} | {row['scaled_error']:.1e} | {row['tolerance']:.0e} | {ids} | {_verdict(row['passed'])} |"
             )
         generation = result["generation"]
-        lines += ["", "| passes | mean acceptance length | round | per token | host share | prefill |", "|---|---|---|---|---|---|"]
+        lines += ["", "| mode | mean acceptance length | round | per token | host share | prefill |", "|---|---|---|---|---|---|"]
         for row in generation["rows"]:
-            passes = "plain" if row["num_passes"] is None else row["num_passes"]
             lines.append(
-                f"| {passes} | {row['mean_acceptance_length']:.2f} | {row['round_ms']:.2f} ms | {row['ms_per_token']:.2f} ms | "
+                f"| {row['mode']} | {row['mean_acceptance_length']:.2f} | {row['round_ms']:.2f} ms | {row['ms_per_token']:.2f} ms | "
                 f"{row['host_share']:.0%} | {row['prefill_ms']:.1f} ms |"
             )
         lines += ["", f"GPU memory {generation['gpu_memory_bytes'] / 2**20:.0f} MiB, opened in {generation['open_seconds']:.1f} s."]
         lines += [f"Logits differ from the CPU's by at most {generation['logit_error']:.1e}; first divergences:"]
         for found in generation["divergences"] or [None]:
             lines.append("- none" if found is None else f"- {found}")
+        for mode, same in generation["same_seed_same_tokens"].items():
+            lines.append(f"{mode}, the same seed twice: {'the same tokens' if same else 'DIFFERENT tokens'}.")
     return "\n".join(lines) + "\n"
 
 
@@ -323,10 +256,18 @@ def _build_demo(folder: Path) -> None:
     from xpress_export.demo.target import fetch_demo_target
     from xpress_export.options import resolve_options
 
-    target, drafter = open_demo_checkpoints(fetch_demo_target())
+    target, drafter, draft_model = open_demo_checkpoints(fetch_demo_target())
     precisions = (Precision.FP32, Precision.FP16)
     options = resolve_options(target, drafter)
-    build_bundle(target, drafter, folder, options, precisions=precisions, report=lambda step: click.echo(step, err=True))
+    build_bundle(
+        target,
+        drafter,
+        folder,
+        options,
+        precisions=precisions,
+        draft_model=draft_model,
+        report=lambda step: click.echo(step, err=True),
+    )
 
 
 def default_prompts(bundle: Bundle) -> list[Prompt]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xpress_engines.builder import EngineOptions, build_engines, check_timing_cache
-from xpress_engines.kinds import EngineKind, engine_kind, require_builder, resolve_compute_capabilities
+from xpress_engines.kinds import MAX_SHORTLIST, EngineKind, engine_kind, require_builder, resolve_compute_capabilities
 from xpress_engines.profiles import ProfileSet
 from xpress_export.staging import refuse_existing, staged_folder
 from xpress_runtime.bundle import Bundle
@@ -55,6 +55,15 @@ def request_engines(
     return tuple(requests)
 
 
+def check_shortlists(shortlists: Sequence[int]) -> None:
+    """OptionError where a refiner could not become an engine; asked before any work."""
+    if (longest := max(shortlists)) > MAX_SHORTLIST:
+        raise OptionError(
+            f"a shortlist of {longest} cannot become an engine: TensorRT finds at most the {MAX_SHORTLIST} best of a vocabulary; "
+            f"build the bundle with --shortlist {MAX_SHORTLIST} or less, or 0 for the whole vocabulary"
+        )
+
+
 def engine_options(
     request: EngineRequest,
     manifest: Manifest,
@@ -66,8 +75,10 @@ def engine_options(
 ) -> EngineOptions:
     """Options for a bundle; without a profile the bundle's own numbers. ``batch`` and ``layout`` win over the profile's.
 
-    OptionError where the profile is made for another bundle, BundleError where the bundle has no graphs for engines.
+    OptionError where the profile is made for another bundle or a shortlist is too long, BundleError where the bundle has no graphs for
+    engines.
     """
+    check_shortlists(manifest.shortlists)
     own = ProfileSet(manifest.prefill_chunk, manifest.batch, manifest.capacity)
     profile = own if profile is None else profile
     for name, wanted, held in (("capacity", profile.capacity, own.capacity), ("prefill_chunk", profile.prefill_chunk, own.prefill_chunk)):

@@ -12,14 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from xpress_export.build import ATTENTION_FORMS, describe
-from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
+from xpress_export.checkpoints import DrafterCheckpoint, DraftModelCheckpoint, TargetCheckpoint
 from xpress_export.graph_set import graph_makers
 from xpress_export.options import BuildOptions, cache_rows
+from xpress_runtime.graph_names import SAMPLED
 from xpress_runtime.manifest import FileRecord, GraphSet, Manifest
 from xpress_runtime.memory import MemoryNeed, largest_below, memory_need
-from xpress_runtime.sets import Precision, set_name
+from xpress_runtime.sets import AttentionForm, Precision, set_name
 
 GPU_GIB = (8, 12, 16, 24, 32, 48, 80)
 # For the driver, the CUDA context and the engines' activations. An assumption: no GPU was measured.
@@ -53,13 +55,17 @@ EXPORT_SECONDS = Spread(6, 28)
 EXPORT_SECONDS_PER_LAYER = Spread(0.4, 0.9)
 # Of fp32 weights.
 EXPORT_SECONDS_PER_GB = Spread(4, 9)
-# Kernels beside the weights: 0.2 to 11 MB an engine.
+# The graphs between the models, with vocabularies of 1,000 and 151,936 tokens, on a machine with one to seven processes on its two cores.
+EXPORT_SECONDS_PER_SMALL_GRAPH = Spread(1, 9)
+# Kernels beside the weights: 0.2 to 11 MB an engine, 0.2 to 3 MB of the graphs between the models.
 ENGINE_CODE_BYTES = 5_000_000
+SMALL_ENGINE_CODE_BYTES = 1_500_000
 ENGINE_BASE_BYTES = 650_000_000
 # Peak above that, over the size of the largest engine.
 ENGINE_PEAK = Spread(2.75, 3.0)
 ENGINE_SECONDS = Spread(1, 2)
 ENGINE_SECONDS_PER_LAYER = Spread(0.1, 0.4)
+ENGINE_SECONDS_PER_SMALL_GRAPH = Spread(0.1, 4)
 # Of engines.
 ENGINE_SECONDS_PER_GB = Spread(2.4, 9)
 # Peak of a process that generates with fp32 graphs, over what memory_need plans.
@@ -68,7 +74,9 @@ CPU_PEAK = Spread(0.96, 1.14)
 
 @dataclass(frozen=True)
 class GpuFit:
-    """Whether a set's engines fit a GPU at the estimate's capacity and batch, and the largest capacity that does; None: not any."""
+    """Whether a set's engines fit a GPU at the estimate's capacity and batch, with all that requests may ask for, and the largest capacity
+    that does; None: not any.
+    """
 
     gib: int
     fits: bool
@@ -99,27 +107,57 @@ class BuildCost:
 
 @dataclass(frozen=True)
 class Estimate:
-    """``sets`` by name; ``engine_build`` None without a half-precision set."""
+    """``sets`` by name; ``engine_build`` None without a half-precision set. ``draft_model_parameters``: those of the layers that draft, and
+    of tables of their own; None without a draft model.
+    """
 
     target_parameters: int
     drafter_parameters: int
+    draft_model_parameters: int | None
     sets: Mapping[str, SetEstimate]
     export: BuildCost
     engine_build: BuildCost | None
 
 
+@dataclass(frozen=True)
+class _Checkpoints:
+    """What a bundle is made of."""
+
+    target: TargetCheckpoint
+    drafter: DrafterCheckpoint
+    draft_model: DraftModelCheckpoint | None
+
+    @property
+    def num_layers(self) -> int:
+        drafting = self.draft_model.config.num_layers if self.draft_model is not None else 0
+        return self.target.config.num_layers + self.drafter.config.backbone.num_layers + drafting
+
+
 def estimate_bundle(
-    target: TargetCheckpoint, drafter: DrafterCheckpoint, options: BuildOptions, precisions: Sequence[Precision]
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    options: BuildOptions,
+    precisions: Sequence[Precision],
+    draft_model: DraftModelCheckpoint | None = None,
 ) -> Estimate:
     """The estimate for one graph set of each precision. Reads no tensor, so that checkpoints may be known by their configs alone."""
-    sets = {set_name(precision, ATTENTION_FORMS[precision]): _set(target, drafter, options, precision) for precision in precisions}
-    num_layers = target.config.num_layers + drafter.config.backbone.num_layers
-    layers, gigabytes = num_layers * len(sets), 4e-9 * (_parameters(target) + _parameters(drafter)) * len(sets)
-    weights = [list(tensors.values()) for tensors in _weights(target, drafter, options, Precision.FP32).values() if tensors]
+    made_of = _Checkpoints(target, drafter, draft_model)
+    sets = {set_name(precision, ATTENTION_FORMS[precision]): _set(made_of, options, precision) for precision in precisions}
+    drafting = _draft_model_parameters(draft_model) if draft_model is not None else None
+    parameters = _parameters(target) + _parameters(drafter) + (drafting or 0)
+    wide = _weights(made_of, options, Precision.FP32)
+    weights = [list(tensors.values()) for tensors in wide.values() if tensors]
     peaks = [EXPORT_COPIES * max(sizes) + (EXPORT_BASE_BYTES + sum(sizes)) for sizes in weights]
+    num_small = sum(_is_small(graph) for graph in wide)
     export = BuildCost(
         Spread(max(peak.low for peak in peaks), max(peak.high for peak in peaks)),
-        EXPORT_SECONDS * len(sets) + EXPORT_SECONDS_PER_LAYER * layers + EXPORT_SECONDS_PER_GB * gigabytes,
+        (
+            EXPORT_SECONDS
+            + EXPORT_SECONDS_PER_SMALL_GRAPH * num_small
+            + EXPORT_SECONDS_PER_LAYER * made_of.num_layers
+            + EXPORT_SECONDS_PER_GB * (4e-9 * parameters)
+        )
+        * len(sets),
     )
     engines = [made.engines for made in sets.values() if made.engines]
     engine_build = None
@@ -127,60 +165,77 @@ def estimate_bundle(
         sizes = [size for each in engines for size in each.values()]
         engine_build = BuildCost(
             ENGINE_PEAK * max(sizes) + ENGINE_BASE_BYTES,
-            ENGINE_SECONDS * len(engines)
-            + ENGINE_SECONDS_PER_LAYER * (num_layers * len(engines))
+            (ENGINE_SECONDS + ENGINE_SECONDS_PER_SMALL_GRAPH * num_small + ENGINE_SECONDS_PER_LAYER * made_of.num_layers) * len(engines)
             + ENGINE_SECONDS_PER_GB * (1e-9 * sum(sizes)),
         )
-    return Estimate(_parameters(target), _parameters(drafter), sets, export, engine_build)
+    return Estimate(_parameters(target), _parameters(drafter), drafting, sets, export, engine_build)
 
 
-def _set(target: TargetCheckpoint, drafter: DrafterCheckpoint, options: BuildOptions, precision: Precision) -> SetEstimate:
-    weights = _weights(target, drafter, options, precision)
+def _set(made_of: _Checkpoints, options: BuildOptions, precision: Precision) -> SetEstimate:
+    weights = _weights(made_of, options, precision)
     graphs = {graph: sum(tensors.values()) for graph, tensors in weights.items()}
-    on_disk = sum(
-        {_stored_as(graph, name, target, drafter): size for graph, sizes in weights.items() for name, size in sizes.items()}.values()
-    )
+    on_disk = sum({_stored_as(graph, name, made_of): size for graph, sizes in weights.items() for name, size in sizes.items()}.values())
     graph_set = GraphSet(precision.value, ATTENTION_FORMS[precision].value, {})
 
     def manifest(weights: int) -> Manifest:
         files = {f"graphs/{graph_set.name}/weights": FileRecord(weights, "")}
-        return describe(target, drafter, options, graph_sets=(graph_set,), files=files)
+        return describe(made_of.target, made_of.drafter, options, draft_model=made_of.draft_model, graph_sets=(graph_set,), files=files)
 
     if precision is Precision.FP32:
         memory = memory_need(manifest(on_disk), graph_set, batch=options.batch)
         return SetEstimate(graphs, on_disk, {}, memory, ())
-    # TensorRT-RTX folds the cast of the head's table into it, and so holds the table in fp32.
-    held = {graph: size * (2 if graph == "head" else 1) for graph, size in graphs.items()}
-    engines = {graph: size + ENGINE_CODE_BYTES for graph, size in held.items()}
+    # TensorRT-RTX folds the cast of a head's table into it, and so holds the table in fp32.
+    held = {graph: size * (2 if graph in ("head", "draft-head") else 1) for graph, size in graphs.items()}
+    engines = {graph: size + (SMALL_ENGINE_CODE_BYTES if _is_small(graph) else ENGINE_CODE_BYTES) for graph, size in held.items()}
     # What a GPU holds of weights are its engines.
     with_engines = manifest(sum(engines.values()))
     # Tables with a row for each position grow with the capacity as caches do.
-    longer = _weights(target, drafter, replace(options, cache_rows=options.cache_rows + 1), precision)
+    longer = _weights(made_of, replace(options, cache_rows=options.cache_rows + 1), precision)
     per_row = sum(sum(tensors.values()) for tensors in longer.values()) - sum(graphs.values())
     gpus = tuple(_fit(gib, with_engines, per_row) for gib in GPU_GIB)
     return SetEstimate(graphs, on_disk, engines, memory_need(with_engines, graph_set, batch=options.batch), gpus)
 
 
-def _weights(
-    target: TargetCheckpoint, drafter: DrafterCheckpoint, options: BuildOptions, precision: Precision
-) -> dict[str, dict[str, int]]:
+def _is_small(graph: str) -> bool:
+    """Whether a graph is one of those between the models, beside acceptance and the greedy refiners."""
+    models = ("embed", "target", "head", "drafter", "draft-embed", "draft-decoder", "draft-head")
+    return graph not in (*models, "accept") and (not graph.startswith("refiner-") or graph.endswith(SAMPLED))
+
+
+def _weights(made_of: _Checkpoints, options: BuildOptions, precision: Precision) -> dict[str, dict[str, int]]:
     """Bytes of every tensor of every graph, by graph and by the module's own name for it."""
     weights = {}
     with torch.device("meta"):
-        for graph, make in graph_makers(target, drafter, options, precision, ATTENTION_FORMS[precision]).items():
+        makers = graph_makers(made_of.target, made_of.drafter, options, precision, ATTENTION_FORMS[precision], made_of.draft_model)
+        for graph, make in makers.items():
             module = make().module
             weights[graph] = {name: tensor.nbytes for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     return weights
 
 
-def _stored_as(graph: str, name: str, target: TargetCheckpoint, drafter: DrafterCheckpoint) -> str:
+def _stored_as(graph: str, name: str, made_of: _Checkpoints) -> str:
     """One name for all tensors of a set that have the same content, which the export stores once."""
+    target, draft_model = made_of.target, made_of.draft_model
+    owner, _, tensor = name.rpartition(".")
+    owner = owner.rpartition(".")[2]
+    if owner == "noise":
+        return f"noise: {tensor}"
     if graph == "head" and target.config.tied_embeddings:
         graph = "embed"
-    elif graph == "drafter" and name.startswith("rotary.") and target.config.rope == drafter.config.backbone.rope:
+    elif graph == "drafter" and owner == "rotary" and target.config.rope == made_of.drafter.config.backbone.rope:
         graph = "target"
     elif graph.startswith("refiner-"):
         graph = "refiner"
+    elif draft_model is not None and graph == "draft-head" and draft_model.config.tied_embeddings:
+        graph = "draft-embed"
+    elif draft_model is not None and graph == "draft-decoder":
+        name = name.removeprefix("decoder.")
+        if draft_model.shares_tables:
+            # Some of the target's own layers.
+            first, _, rest = name.removeprefix("layers.").partition(".")
+            return f"target: layers.{draft_model.layers[int(first)]}.{rest}" if name.startswith("layers.") else f"target: {name}"
+        if owner == "rotary" and target.config.rope == draft_model.config.rope:
+            graph = "target"
     return f"{graph}: {name}"
 
 
@@ -188,7 +243,7 @@ def _fit(gib: int, manifest: Manifest, bytes_per_row: int) -> GpuFit:
     def needed(capacity: int) -> int:
         rows = cache_rows(capacity, manifest.prefill_chunk, manifest.drafter.block_size)
         need = memory_need(replace(manifest, capacity=capacity, cache_rows=rows), manifest.graph_sets[0], batch=manifest.batch)
-        return need.total + bytes_per_row * (rows - manifest.cache_rows)
+        return need.total + need.on_demand.total + bytes_per_row * (rows - manifest.cache_rows)
 
     room = gib * 2**30 - GPU_RESERVE_BYTES
     largest = largest_below(manifest.target.max_positions + 1, needed, room)
@@ -198,3 +253,11 @@ def _fit(gib: int, manifest: Manifest, bytes_per_row: int) -> GpuFit:
 
 def _parameters(checkpoint: TargetCheckpoint | DrafterCheckpoint) -> int:
     return sum(math.prod(shape) for shape in checkpoint.tensors.shapes.values())
+
+
+def _draft_model_parameters(draft_model: DraftModelCheckpoint) -> int:
+    with torch.device("meta"):
+        modules: list[nn.Module] = [draft_model.decoder(1, AttentionForm.LENGTH)]
+        if not draft_model.shares_tables:
+            modules += [draft_model.embedding(), *([] if draft_model.config.tied_embeddings else [draft_model.head()])]
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())

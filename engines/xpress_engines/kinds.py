@@ -37,6 +37,9 @@ KINDS = {
     "tensorrt": EngineKind("tensorrt", "tensorrt", "tensorrt", "gpu", "pinned", (), has_timing_cache=True),
 }
 
+# The most that TensorRT's TopK finds, in every kind.
+MAX_SHORTLIST = 3840
+
 _WRITTEN = re.compile(r"\d+\.\d")
 
 # What TensorRT-RTX cannot be asked for, each with the reason.

@@ -28,6 +28,8 @@ class Loops:
     def loop(self, plan: Plan, config: GenerationConfig) -> Loop:
         """The loop for one request; OptionError where the bundle was not built for its settings."""
         form = SamplingForm.of([config])
+        if form.sampled and not plan.bundle.manifest.sampling:
+            raise OptionError("this bundle was built without sampling (--no-sampling), so it decodes greedily; build it again without that")
         if config.speculation == "off":
             return PlainLoop(plan, form)
         if config.speculation == "on":

@@ -16,7 +16,6 @@ import numpy as np
 from xpress_runtime.backends.base import BoundProgram, Buffer
 from xpress_runtime.backlog import Backlog
 from xpress_runtime.buffers import row_of
-from xpress_runtime.errors import OptionError
 from xpress_runtime.generation import GenerationConfig
 from xpress_runtime.plan import Plan, Round
 from xpress_runtime.sampling import RowNumbers, SamplingForm
@@ -62,10 +61,6 @@ class Verification:
         self._backlog = backlog
         self._key = ("verify", form, drafter_key, backlog is not None)
         if form.sampled:
-            if not plan.bundle.manifest.sampling:
-                raise OptionError(
-                    "this bundle was built without sampling (--no-sampling), so it decodes greedily; build it again without that"
-                )
             plan.load("sample")
             self._memory = plan.part(SamplingMemory)
             if drawn_from is not None:

@@ -1,4 +1,4 @@
-"""A tiny bundle with half-precision graphs, and the same with engines, each made once per run."""
+"""Tiny bundles with half-precision graphs, and the same with engines, each made once per run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import quick_export  # noqa: F401 (a fixture of these tests too)
+from tests.complete import complete_bundle
 from tests.conftest import Built, build
 from tests.tiny import write_drafter, write_target
 from xpress_engines.kinds import KINDS, require_builder
@@ -42,6 +43,12 @@ def engined(half: Built, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     (request,) = request_engines([RTX], compute_capabilities=["8.9"])
     add_engines(bundle, engine_options(request, bundle.manifest))
     return bundle
+
+
+@pytest.fixture(scope="session")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A bundle with every kind of graph, see tests.complete."""
+    return complete_bundle(tmp_path_factory)
 
 
 @pytest.fixture

@@ -7,11 +7,13 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.complete import SHORTLIST
 from tests.conftest import Built
 from tests.engines.conftest import RTX
 from tests.engines.test_network import drop_mask, spoil
@@ -19,7 +21,7 @@ from xpress_engines import builder, kinds
 from xpress_engines.builder import EngineOptions, build_engines
 from xpress_engines.kinds import KINDS, engine_kind, require_builder, resolve_compute_capabilities
 from xpress_engines.profiles import ProfileSet
-from xpress_export.engines_build import EngineRequest, add_engines, engine_options, request_engines
+from xpress_export.engines_build import EngineRequest, add_engines, check_shortlists, engine_options, request_engines
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.engines import engine_kinds, open_engines
 from xpress_runtime.errors import BundleError, CheckFailed, EnvironmentProblem, MissingExtraError, OptionError, OutputError, XpressError
@@ -42,7 +44,8 @@ def left_over(bundle: Bundle) -> list[str]:
 def test_pinned_layout_has_a_profile_for_each_call(half: Built, tmp_path: Path) -> None:
     manifest = build_engines(half.bundle, options(half.bundle, layout="pinned"), tmp_path)
     profiles = {graph: len(engine.profiles) for graph, engine in manifest.engines.items()}
-    assert profiles == {"embed": 5, "target": 5, "drafter": 3, "head": 7, "accept": 4, "refiner-k0": 2, "refiner-k2": 2}
+    models = {"embed": 5, "target": 5, "drafter": 3, "head": 7, "refiner-k0": 2, "refiner-k2": 2}
+    assert profiles == models | {"accept": 4, "denoise": 2, "lookup": 2, "confidence": 1, "store-taps": 2}
     assert all(shapes.min == shapes.opt == shapes.max for shapes in manifest.engines["target"].profiles[1].values())
 
 
@@ -51,6 +54,15 @@ def test_bf16_is_built_of_the_bf16_graphs(half: Built, tmp_path: Path) -> None:
     manifest = build_engines(half.bundle, options(half.bundle, precision=Precision.BF16, batch=1), tmp_path, report=heard.append)
     assert (manifest.graph_set, manifest.precision, manifest.profile.batch) == ("bf16-mask", "bf16", 1)
     assert heard == list(half.bundle.manifest.graph_set("bf16-mask").graphs) == list(manifest.engines)
+
+
+def test_everything_that_a_bundle_may_have_becomes_engines(complete: Built, tmp_path: Path) -> None:
+    manifest = build_engines(complete.bundle, options(complete.bundle), tmp_path)
+    assert list(manifest.engines) == list(complete.bundle.manifest.graph_names)
+    # Two searches in one graph, or a sort of the whole vocabulary, would take minutes or fail.
+    assert max(engine.build_seconds for engine in manifest.engines.values()) < 30
+    scored = manifest.engines["accept-candidates"].profiles[0]["candidates"]
+    assert (scored.min, scored.max) == ((1, 3, 1), (2, 3, SHORTLIST))
 
 
 def test_narrower_targets_are_written_down(half: Built) -> None:
@@ -133,6 +145,16 @@ def test_profile_of_another_bundle(field: str, own: int, half: Built) -> None:
         options(half.bundle, profile=ProfileSet(**(numbers | {field: 100})))
     assert f"{field} 100" in str(caught.value)
     assert str(own) in str(caught.value)
+
+
+def test_a_shortlist_that_tensorrt_cannot_find_is_refused(half: Built) -> None:
+    check_shortlists([0, 3840])
+    manifest = replace(half.bundle.manifest, shortlists=(0, 3841))
+    with pytest.raises(
+        OptionError, match=r"a shortlist of 3841 cannot become an engine: .* the 3840 best .* --shortlist 3840 or less"
+    ) as caught:
+        engine_options(REQUEST, manifest)
+    assert "\n" not in str(caught.value)
 
 
 def test_bundle_without_graphs_for_engines(tiny: Built) -> None:
@@ -251,8 +273,8 @@ def test_second_kind_beside_the_first(
     first = open_engines(bundle, RTX).manifest
     cache = tmp_path / "timing.cache"
     request = EngineRequest(KINDS["tensorrt"], ("9.0",), cache)
-    for replace in (False, True):
-        made = add_engines(bundle, engine_options(request, bundle.manifest), replace=replace)
+    for replaced in (False, True):
+        made = add_engines(bundle, engine_options(request, bundle.manifest), replace=replaced)
         assert cache.is_file()
         assert (made.kind, made.builder_version, made.compute_capabilities) == ("tensorrt", "10.16.1", ("9.0",))
         assert made.profile.layout == "pinned"

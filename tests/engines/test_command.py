@@ -22,7 +22,7 @@ from xpress_engines import builder
 from xpress_runtime.bundle import Bundle, file_sha256
 from xpress_runtime.engines import open_engines
 
-GRAPHS = ["accept", "refiner-k2", "refiner-k0", "embed", "head", "drafter", "target"]
+GRAPHS = ["accept", "denoise", "lookup", "confidence", "store-taps", "refiner-k2", "refiner-k0", "embed", "head", "drafter", "target"]
 
 
 def test_engine_into_a_bundle_and_inspect(half: Built, copied: Callable[[Bundle], Bundle]) -> None:

@@ -18,7 +18,7 @@ from xpress_runtime.engines import ENGINE_KINDS, EngineRecord, ShapeRange, engin
 from xpress_runtime.errors import BundleError
 from xpress_runtime.version import ENGINES_FORMAT
 
-GRAPHS = {"embed", "target", "head", "drafter", "refiner-k2", "refiner-k0", "accept"}
+GRAPHS = {"embed", "target", "head", "drafter", "refiner-k2", "refiner-k0", "accept", "denoise", "lookup", "confidence", "store-taps"}
 
 
 @pytest.fixture

@@ -74,17 +74,25 @@ def insert_before(model: Model, node: Any, *new: Any) -> None:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_every_graph_passes(precision: str, half: Built) -> None:
     graph_set = half.bundle.manifest.graph_set(f"{precision}-mask")
-    assert set(graph_set.graphs) == {"embed", "target", "head", "drafter", "refiner-k2", "refiner-k0", "accept"}
+    models = {"embed", "target", "head", "drafter", "refiner-k2", "refiner-k0"}
+    assert set(graph_set.graphs) == models | {"accept", "denoise", "lookup", "confidence", "store-taps"}
     for record in graph_set.graphs.values():
         check(half.bundle.folder / record.file, precision)
 
 
 @pytest.mark.parametrize("graph", ["refiner-k1", "refiner-k3"])
 def test_refiner_over_a_shortlist_passes(graph: str, half: Built, tmp_path: Path) -> None:
-    options = resolve_options(half.target, half.drafter, num_passes=(1, 3), shortlist=8, capacity=64)
-    make = graph_makers(half.target, half.drafter, options, Precision.FP16, AttentionForm.MASK)[graph]
+    options = resolve_options(half.target, half.drafter, num_passes=(1, 3), shortlists=(8,), capacity=64, sampling=False)
+    make = graph_makers(half.target, half.drafter, options, Precision.FP16, AttentionForm.MASK)[f"{graph}-c8"]
     with WeightStore(tmp_path) as weights:
         check(export_graph(make(), tmp_path, weights, {}).path)
+
+
+def test_every_graph_of_a_complete_bundle_passes(complete: Built) -> None:
+    graphs = complete.bundle.manifest.graph_set("fp16-mask").graphs
+    assert {"sample", "accept-candidates", "filter-top-p", "refiner-k3-c8-sampled", "draft-step-sampled", "draft-decoder"} < set(graphs)
+    for record in graphs.values():
+        check(complete.bundle.folder / record.file)
 
 
 # Bounds.
@@ -278,23 +286,24 @@ def test_outputs_of_two_caches_swapped(graphs: Path) -> None:
 # Precision.
 
 
+def widen(model: Model, node: Any) -> str:
+    """Compute a node in fp32, between casts; returns its name."""
+    casts = [
+        helper.make_node("Cast", [name], [f"{name}_wide"], name=f"node_widen_{place}", to=TensorProto.FLOAT)
+        for place, name in enumerate(dict.fromkeys(node.input))
+    ]
+    insert_before(model, node, *casts)
+    output = node.output[0]
+    node.input[:] = [f"{name}_wide" for name in node.input]
+    node.output[0] = f"{output}_wide"
+    place = list(model.graph.node).index(node) + 1
+    model.graph.node.insert(place, helper.make_node("Cast", [node.output[0]], [output], name="node_narrow", to=TensorProto.FLOAT16))
+    return str(node.name)
+
+
 @pytest.mark.parametrize(("graph", "operator", "index"), [("target", "MatMul", 3), ("target", "Add", -1), ("drafter", "MatMul", 2)])
 def test_operator_moved_to_fp32(graph: str, operator: str, index: int, graphs: Path) -> None:
-    def widen(model: Model) -> str:
-        node = nodes(model, operator)[index]
-        casts = [
-            helper.make_node("Cast", [name], [f"{name}_wide"], name=f"node_widen_{place}", to=TensorProto.FLOAT)
-            for place, name in enumerate(node.input)
-        ]
-        insert_before(model, node, *casts)
-        output = node.output[0]
-        node.input[:] = [f"{name}_wide" for name in node.input]
-        node.output[0] = f"{output}_wide"
-        place = list(model.graph.node).index(node) + 1
-        model.graph.node.insert(place, helper.make_node("Cast", [node.output[0]], [output], name="node_narrow", to=TensorProto.FLOAT16))
-        return str(node.name)
-
-    name = spoil(graphs / f"{graph}.onnx", widen)
+    name = spoil(graphs / f"{graph}.onnx", lambda model: widen(model, nodes(model, operator)[index]))
     assert name is not None
     assert_refused(graphs / f"{graph}.onnx", f"of node {name} ({operator})", "computes in fp32, expected HALF")
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from xpress_engines.profiles import PRESETS, ProfileSet, dim_ranges, graph_calls, input_ranges, load_profile
+from tests.complete import SHORTLIST
+from tests.conftest import Built
+from xpress_engines.profiles import PRESETS, BlockSizes, ProfileSet, dim_ranges, graph_calls, input_ranges, load_profile
 from xpress_runtime.engines import ShapeRange
 from xpress_runtime.errors import OptionError
 
 GOOD = 'description = "mine"\nprefill_chunk = 16\nbatch = 3\ncapacity = 100\n'
 PROFILE = ProfileSet(prefill_chunk=128, batch=4, capacity=2048)
-BLOCK_SIZE = 8
+SIZES = BlockSizes(block_size=8, vocab_size=500)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -103,8 +106,8 @@ def test_overrides_replace_only_what_is_given() -> None:
 # The calls.
 
 
-def sizes(graph: str, profile: ProfileSet = PROFILE) -> list[tuple[int, ...]]:
-    return [tuple(call.values()) for call in graph_calls(graph, profile, BLOCK_SIZE)]
+def sizes(graph: str, profile: ProfileSet = PROFILE, block: BlockSizes = SIZES) -> list[tuple[int, ...]]:
+    return [tuple(call.values()) for call in graph_calls(graph, profile, block)]
 
 
 def test_calls_of_every_graph() -> None:
@@ -112,29 +115,66 @@ def test_calls_of_every_graph() -> None:
     assert sizes("target") == sizes("embed")
     assert sizes("drafter") == [(1, 128), (4, 8), (1, 8)]
     assert sizes("head") == [(1, 128, 1), (4, 8, 7), (4, 8, 8), (4, 1, 1), (1, 8, 7), (1, 8, 8), (1, 1, 1)]
-    assert sizes("accept") == [(4, 8), (4, 1), (1, 8), (1, 1)]
-    assert sizes("refiner-k0") == sizes("refiner-k4") == [(4,), (1,)]
+    for graph in ("accept", "filter-top-k", "filter-top-p", "penalise", "count"):
+        assert sizes(graph) == [(4, 8), (4, 1), (1, 8), (1, 1)]
+    assert sizes("accept-sampled") == [(4, 8), (1, 8)]
+    for graph in ("refiner-k0", "refiner-k4", "refiner-k4-c16-sampled", "denoise", "lookup", "sample", "draft-start", "draft-step"):
+        assert sizes(graph) == [(4,), (1,)]
+    assert sizes("store-taps") == [(1, 8), (1, 1)]
+    assert sizes("draft-decoder") == sizes("draft-embed") == [(1, 128), (4, 2), (4, 1), (1, 2), (1, 1)]
+    assert sizes("draft-head") == [(4, 2, 1), (4, 1, 1), (1, 2, 1), (1, 1, 1)]
+
+
+def test_a_draft_model_without_tables_calls_those_of_the_target() -> None:
+    sharing = replace(SIZES, draft_model_shares_tables=True)
+    assert set(sizes("embed", block=sharing)) - set(sizes("embed")) == {(4, 2), (1, 2)}
+    assert set(sizes("head", block=sharing)) - set(sizes("head")) == {(4, 2, 1), (1, 2, 1)}
+    for graph in ("target", "drafter"):
+        assert sizes(graph, block=sharing) == sizes(graph)
+    assert sizes("embed", block=replace(SIZES, draft_model_shares_tables=False)) == sizes("embed")
+
+
+def test_scores_are_of_the_vocabulary_of_shortlists_or_of_one_candidate() -> None:
+    assert sizes("accept-candidates") == [(4, 8, 1), (1, 8, 1)]
+    assert sizes("confidence") == [(1, 500)]
+    listed = replace(SIZES, shortlists=(16, 0, 64))
+    assert sizes("accept-candidates", block=listed) == [(4, 8, 16), (4, 8, 64), (4, 8, 1), (1, 8, 16), (1, 8, 64), (1, 8, 1)]
+    assert sizes("confidence", block=listed) == [(1, 500), (1, 16), (1, 64)]
+    assert dim_ranges("accept-candidates", PROFILE, "shared", listed)[0]["scored"] == (1, 64, 64)
+
+
+def test_unknown_graphs_have_no_calls() -> None:
+    with pytest.raises(AssertionError, match="no calls are known of graph embedding"):
+        graph_calls("embedding", PROFILE, SIZES)
+
+
+def test_sizes_of_a_bundle(complete: Built) -> None:
+    assert BlockSizes.of(complete.bundle.manifest) == BlockSizes(4, 97, (0, SHORTLIST), draft_model_shares_tables=True)
 
 
 def test_equal_calls_are_one() -> None:
     alone = ProfileSet(prefill_chunk=8, batch=1, capacity=64)
     assert sizes("embed", alone) == [(1, 8), (1, 1)]
     assert sizes("target", alone) == [(1, 8), (1, 1)]
+    assert sizes("draft-decoder", replace(alone, prefill_chunk=2)) == [(1, 2), (1, 1)]
 
 
 def test_shared_layout_spans_all_calls_and_is_tuned_for_the_round() -> None:
-    assert dim_ranges("target", PROFILE, "shared", BLOCK_SIZE) == ({"batch": (1, 4, 4), "tokens": (1, 8, 128)},)
-    assert dim_ranges("head", PROFILE, "shared", BLOCK_SIZE) == ({"batch": (1, 4, 4), "tokens": (1, 8, 128), "rows": (1, 8, 8)},)
-    assert dim_ranges("refiner-k2", PROFILE, "shared", BLOCK_SIZE) == ({"batch": (1, 4, 4)},)
+    assert dim_ranges("target", PROFILE, "shared", SIZES) == ({"batch": (1, 4, 4), "tokens": (1, 8, 128)},)
+    assert dim_ranges("head", PROFILE, "shared", SIZES) == ({"batch": (1, 4, 4), "tokens": (1, 8, 128), "rows": (1, 8, 8)},)
+    assert dim_ranges("refiner-k2", PROFILE, "shared", SIZES) == ({"batch": (1, 4, 4)},)
+    # The prompt's chunk is no call of a round.
+    assert dim_ranges("draft-decoder", PROFILE, "shared", SIZES) == ({"batch": (1, 4, 4), "tokens": (1, 2, 128)},)
+    assert dim_ranges("store-taps", PROFILE, "shared", SIZES) == ({"batch": (1, 1, 1), "verified": (1, 8, 8)},)
 
 
 def test_a_block_longer_than_the_chunk_is_covered() -> None:
     narrow = ProfileSet(prefill_chunk=4, batch=2, capacity=64)
-    assert dim_ranges("target", narrow, "shared", BLOCK_SIZE) == ({"batch": (1, 2, 2), "tokens": (1, 8, 8)},)
+    assert dim_ranges("target", narrow, "shared", SIZES) == ({"batch": (1, 2, 2), "tokens": (1, 8, 8)},)
 
 
 def test_pinned_layout_has_one_profile_a_call() -> None:
-    ranges = dim_ranges("target", PROFILE, "pinned", BLOCK_SIZE)
+    ranges = dim_ranges("target", PROFILE, "pinned", SIZES)
     assert [entry["tokens"] for entry in ranges] == [(128, 128, 128), (8, 8, 8), (1, 1, 1), (8, 8, 8), (1, 1, 1)]
 
 

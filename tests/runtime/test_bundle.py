@@ -17,9 +17,10 @@ from tests.conftest import Built
 from tests.places import Place, replaced
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.errors import BundleError, OutputError
+from xpress_runtime.graph_names import graph_names
 from xpress_runtime.version import BUNDLE_FORMAT
 
-GRAPHS = ("embed", "target", "head", "drafter", "accept", "refiner-k2", "refiner-k0")
+GRAPHS = graph_names((2, 0), (0, 16), sampling=False, draft_model_shares_tables=True)
 CONTENTS = {
     **{f"graphs/fp32-length/{name}.onnx": name.encode() for name in GRAPHS},
     "graphs/fp32-length/weights.bin": bytes(range(256)),
@@ -50,12 +51,22 @@ def description() -> dict[str, Any]:
             "block_size": 4,
             "mask_token_id": 60,
             "tap_layers": [0, 1],
-            "refiner_rank": 8,
+            "head": "xpress",
+            "head_rank": 8,
             "trained_with_thinking": False,
             "caches": caches,
         },
+        "draft_model": {
+            "origin": origin("draft-model"),
+            "layers": [0, 2],
+            "hidden_size": 40,
+            "vocab_size": 61,
+            "shares_tables": True,
+            "caches": caches,
+        },
         "num_passes": [2, 0],
-        "shortlist": 0,
+        "shortlists": [0, 16],
+        "sampling": False,
         "capacity": 64,
         "cache_rows": 76,
         "prefill_chunk": 8,
@@ -104,8 +115,11 @@ WRONG: dict[type, list[Any]] = {
     dict: [True, 1, "x", []],
 }
 OPTIONAL = {
-    *((role, "origin", name) for role in ("target", "drafter") for name in ("revision", "licence")),
-    ("drafter", "refiner_rank"),
+    *((role, "origin", name) for role in ("target", "drafter", "draft_model") for name in ("revision", "licence")),
+    ("draft_model",),
+    ("drafter", "head"),
+    ("drafter", "head_rank"),
+    ("draft_model", "layers"),
     ("drafter", "trained_with_thinking"),
     ("parity",),
 }
@@ -157,7 +171,7 @@ def test_a_built_bundle_has_the_same_fields(tiny: Built) -> None:
             return [names(item) for item in value] if isinstance(value, list) and value and isinstance(value[0], dict) else None
         return {name: None if name in free else names(value[name]) for name in value}
 
-    assert names(built) == names(description())
+    assert names(built) == names({**description(), "draft_model": None})
     reopened = Bundle.open(tiny.bundle.folder)
     assert reopened.manifest.to_json() == tiny.bundle.manifest.to_json()
     assert set(reopened.manifest.files) == {
@@ -203,7 +217,11 @@ def test_missing_value(path: Place, value: Any, folder: Path) -> None:
         (("drafter", "mask_token_id"), 61, ("mask_token_id", "61")),
         (("target", "stop_token_ids"), [1, 61], ("stop_token_ids", "61")),
         (("target", "vocab_size"), 0, ("vocab_size",)),
-        (("shortlist",), 62, ("shortlist", "62", "61")),
+        (("shortlists",), [0, 62], ("shortlists", "62", "61")),
+        (("shortlists",), [], ("shortlists", "at least one")),
+        (("shortlists",), [0, 8], ("refiner-k2-c8",)),
+        (("sampling",), True, ("sample", "missing")),
+        (("drafter", "head"), "hydra", ("head", "hydra", "xpress", "markov")),
         (("capacity",), 0, ("capacity",)),
         (("capacity",), 65, ("65", "76")),
         (("cache_rows",), 75, ("75", "64")),
@@ -349,7 +367,7 @@ def test_a_moved_bundle_opens(folder: Path, tmp_path: Path, monkeypatch: pytest.
 
 def test_graph_that_is_not_there(folder: Path) -> None:
     bundle = Bundle.open(folder)
-    with pytest.raises(BundleError, match=r"no graph other \(it holds: embed, target"):
+    with pytest.raises(BundleError, match=r"no graph other \(it holds: accept, denoise"):
         bundle.graph_path("fp32-length", "other")
     with pytest.raises(BundleError, match=r"no graph set fp16-mask \(it holds: fp32-length\)"):
         bundle.graph_path("fp16-mask", "head")

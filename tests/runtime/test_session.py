@@ -233,9 +233,7 @@ def test_opening_what_cannot_be_opened(tiny: Built, tmp_path: Path, monkeypatch:
             Session.open(tiny.bundle.folder, backend)
 
 
-@pytest.mark.parametrize(
-    "change", [{"shortlist": 7}, {"drafter": {"caches": {"num_layers": 1}}}, {"target": {"caches": {"num_layers": 9}}}]
-)
+@pytest.mark.parametrize("change", [{"drafter": {"caches": {"num_layers": 1}}}, {"target": {"caches": {"num_layers": 9}}}])
 def test_a_manifest_that_disagrees_with_its_graphs(spoken: Built, tmp_path: Path, change: dict[str, Any]) -> None:
     folder = tmp_path / "bundle"
     shutil.copytree(spoken.bundle.folder, folder)

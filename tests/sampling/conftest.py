@@ -5,7 +5,7 @@ Random drafters are calmed until they agree with the random target about half th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.conftest import build
 from tests.sampling.continuations import TEXT
 from tests.sampling.modules import ModuleBackend
 from tests.sampling.reference import Continuations
@@ -28,8 +29,20 @@ from xpress_runtime.sets import AttentionForm, Precision
 NUM_ROWS = 1000
 LAYER = {"intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}
 TARGET = {"vocab_size": 8, "hidden_size": 8, "eos_token_id": None, **LAYER}
+# With this seed every variant, also with a shortlist, drafts tokens that the target's filters leave.
+DRAFTER: dict[str, Any] = {"tap_layers": (0,), "seed": 3, **LAYER}
 # What scales a drafter's logits, and by how much.
 CALMING = {"norm.weight": 0.6, "xpress_head.w2.weight": 0.6, "markov_w2.weight": 0.6}
+
+
+@dataclass(frozen=True)
+class Models:
+    """A folder with a target, ``draft-model`` (an autoregressive drafter) and block drafters ``refined`` and ``markov``; ``target`` is
+    transformers' model of the first.
+    """
+
+    folder: Path
+    target: Any
 
 
 @dataclass(frozen=True)
@@ -40,46 +53,41 @@ class World:
     backend: ModuleBackend
     truth: Continuations
 
-    def plan(self, backend: ModuleBackend | None = None, num_rows: int = NUM_ROWS) -> Plan:
-        return Plan(self.bundle, backend or self.backend, num_rows)
+    def plan(self, backend: ModuleBackend | None = None) -> Plan:
+        return Plan(self.bundle, backend or self.backend, NUM_ROWS)
 
 
 @pytest.fixture(scope="session")
-def make_world(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., World]:
-    """A world with the drafter that a function of :mod:`tests.tiny` writes, and its built numbers of passes."""
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("sampling")
-    truth = Continuations(write_target(folder / "target", **TARGET), TEXT[:-1], TEXT[-1:])
+    target = write_target(folder / "target", **TARGET)
     write_target(folder / "draft-model", seed=1, **TARGET)
-
-    def make(write: Callable[..., Any], num_passes: Sequence[int]) -> World:
-        path = folder / write.__name__
-        write(path, folder / "target", tap_layers=(0,), **LAYER)
-        calm(path / "model.safetensors")
-        target, drafter = open_pair(str(folder / "target"), str(path))
-        draft_model = open_draft_model(str(folder / "draft-model"), None, None, target)
-        options = resolve_options(target, drafter, num_passes=num_passes, shortlists=(0, 3), capacity=8, prefill_chunk=4)
-        manifest = describe(target, drafter, options, graph_sets=(), files={}, draft_model=draft_model)
-        specs = graph_makers(target, drafter, options, Precision.FP32, AttentionForm.LENGTH, draft_model)
-        return World(Bundle(path, manifest), ModuleBackend(specs), truth)
-
-    return make
+    write_drafter(folder / "refined", folder / "target", **DRAFTER)
+    write_markov_drafter(folder / "markov", folder / "target", **DRAFTER)
+    for drafter in ("refined", "markov"):
+        tensors = folder / drafter / "model.safetensors"
+        save_file({name: tensor * CALMING.get(name, 1.0) for name, tensor in load_file(tensors).items()}, tensors)
+    return Models(folder, target)
 
 
-def calm(tensors: Path) -> None:
-    """Scale a drafter's logits down."""
-    save_file({name: tensor * CALMING.get(name, 1.0) for name, tensor in load_file(tensors).items()}, tensors)
+def world(models: Models, name: str, num_passes: Sequence[int], draft_model_name: str = "draft-model") -> World:
+    """The block drafter of a name and the autoregressive one of another."""
+    target, drafter = open_pair(str(models.folder / "target"), str(models.folder / name))
+    draft_model = open_draft_model(str(models.folder / draft_model_name), None, None, target)
+    options = resolve_options(target, drafter, num_passes=num_passes, shortlists=(0, 3), capacity=8, prefill_chunk=4)
+    manifest = describe(target, drafter, options, graph_sets=(), files={}, draft_model=draft_model)
+    specs = graph_makers(target, drafter, options, Precision.FP32, AttentionForm.LENGTH, draft_model)
+    return World(Bundle(models.folder / name, manifest), ModuleBackend(specs), Continuations(models.target, TEXT[:-1], TEXT[-1:]))
 
 
 @pytest.fixture(scope="session")
-def refined(make_world: Callable[..., World]) -> World:
-    """A block drafter with a refiner, and an autoregressive one."""
-    return make_world(write_drafter, (2, 1, 3))
+def refined(models: Models) -> World:
+    return world(models, "refined", (2, 1, 3))
 
 
 @pytest.fixture(scope="session")
-def markov(make_world: Callable[..., World]) -> World:
-    """A block drafter with a Markov head."""
-    return make_world(write_markov_drafter, (3,))
+def markov(models: Models) -> World:
+    return world(models, "markov", (3,))
 
 
 @pytest.fixture(scope="session")
@@ -90,3 +98,11 @@ def refined_plan(refined: World) -> Plan:
 @pytest.fixture(scope="session")
 def markov_plan(markov: World) -> Plan:
     return markov.plan()
+
+
+@pytest.fixture(scope="session")
+def exported(models: Models) -> Bundle:
+    """Real graphs of the same models: no pass, one pass with a shortlist, and the autoregressive drafter."""
+    options: dict[str, Any] = {"num_passes": (1,), "shortlists": (3,), "capacity": 40, "prefill_chunk": 4}
+    paths = [models.folder / name for name in ("target", "refined", "bundle")]
+    return build(*paths, sampling=True, draft_model=models.folder / "draft-model", **options).bundle

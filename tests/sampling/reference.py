@@ -6,6 +6,7 @@ Independent of the package on purpose: filters sort, one row at a time, in doubl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -58,23 +59,29 @@ def softmax(scores: Array) -> Array:
 class Continuations:
     """Exact probabilities of what a transformers model writes after ``prompt`` and ``output``, which penalties tell apart."""
 
-    def __init__(self, model: Any, prompt: Sequence[int], output: Sequence[int]) -> None:
+    def __init__(self, model: Any, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
+        self._model = model
         self._prompt, self._output = list(prompt), list(output)
-        text = [*prompt, *output]
-        vocab_size = model.config.vocab_size
-        with torch.no_grad():
-            longer = model(torch.tensor([[*text, token] for token in range(vocab_size)])).logits
-        self._first: Array = longer[0, -2].double().numpy()
-        self._second: Array = longer[:, -1].double().numpy()
+        # By number of further tokens: logits behind each of the V^n ways to go on, in order.
+        self._logits: dict[int, Array] = {}
 
-    def first(self, config: GenerationConfig) -> Array:
-        """[V]."""
-        return distribution(penalised(self._first, self._prompt, self._output, config), config)
+    def probabilities(self, config: GenerationConfig, length: int = 2) -> Array:
+        """[V, …, V], one axis for each of the next ``length`` tokens."""
+        vocab_size = self._model.config.vocab_size
+        result = np.ones(1)
+        for num_written in range(length):
+            written = product(range(vocab_size), repeat=num_written)
+            rows = [
+                distribution(penalised(logits, self._prompt, [*self._output, *tokens], config), config)
+                for logits, tokens in zip(self._behind(num_written), written, strict=True)
+            ]
+            result = (result[:, None] * np.stack(rows)).ravel()
+        return result.reshape((vocab_size,) * length)
 
-    def pairs(self, config: GenerationConfig) -> Array:
-        """[V, V]: of every two tokens that may follow."""
-        first = self.first(config)
-        second = [
-            distribution(penalised(row, self._prompt, [*self._output, token], config), config) for token, row in enumerate(self._second)
-        ]
-        return first[:, None] * np.stack(second)
+    def _behind(self, num_written: int) -> Array:
+        if num_written not in self._logits:
+            written = product(range(self._model.config.vocab_size), repeat=num_written)
+            texts = torch.tensor([[*self._prompt, *self._output, *tokens] for tokens in written])
+            with torch.no_grad():
+                self._logits[num_written] = self._model(texts).logits[:, -1].double().numpy()
+        return self._logits[num_written]

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 _PROMPT_INDICES = (4, 5, 15, 19)
 # Checkpoints, tokenizer, graphs, manifest.
 _NUM_BUILD_STEPS = 30
-_MODES = {"plain": "plain decoding", "drafter": "drafter only (K=0)", "refined": "drafter and refiner"}
+_MODES = {
+    "plain": "plain decoding",
+    "drafter": "drafter only (K=0)",
+    "refined": "drafter and refiner",
+    "auto": "the same, as far as it pays (auto)",
+}
 
 
 @click.command("demo")
@@ -56,6 +61,7 @@ def command(cache: Path | None, max_new_tokens: int, no_parity: bool, threads: i
         "plain": GenerationConfig(max_new_tokens, speculation="off"),
         "drafter": GenerationConfig(max_new_tokens, num_passes=0),
         "refined": GenerationConfig(max_new_tokens),
+        "auto": GenerationConfig(max_new_tokens, speculation="auto"),
     }
     modes = [Mode(name, name, (), config) for name, config in configs.items()]
     with Session.open(bundle.folder, "ort-cpu", threads=threads, verify=False) as session:
@@ -110,6 +116,7 @@ def _summary(bundle: Bundle, measured: Measurements) -> dict[str, Any]:
     return {
         "bundle": str(bundle.folder),
         "speedup": modes["plain"]["ms_per_token"] / modes["refined"]["ms_per_token"],
+        "speedup_auto": modes["plain"]["ms_per_token"] / modes["auto"]["ms_per_token"],
         "speedup_drafter": modes["plain"]["ms_per_token"] / modes["drafter"]["ms_per_token"],
         "num_passes": bundle.manifest.num_passes[0],
         "break_even_acceptance_length": {mode: figures[mode].break_even for mode in _MODES if mode != "plain"},
@@ -147,7 +154,7 @@ def _shown(measured: Measurements, summary: dict[str, Any]) -> str:
     lines.append(table(["", "ms per token", "speed-up", "tokens per round", "break-even", "accepted at position 1, 2, …"], rows))
     passes = summary["num_passes"]
     gains = [gain for prompt in measured.prompts if (gain := measured.speedup_of_prompt("refined", prompt)) is not None]
-    same = "All three gave the same text." if summary["same_text"] else "THE TEXTS DIFFER: this is a defect or a near tie; run parity."
+    same = "All of them gave the same text." if summary["same_text"] else "THE TEXTS DIFFER: this is a defect or a near tie; run parity."
     lines += [
         "",
         f"{same} The model is tiny and often wrong; answers are cut at the token limit.",

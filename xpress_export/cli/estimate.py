@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xpress_export.cli.options import PassesType, combined, resolved_options
+from xpress_export.cli.options import IntegersType, combined, resolved_options
 from xpress_export.cli.quiet import quiet_libraries
 from xpress_export.cli.show import size, table
+from xpress_runtime.errors import OptionError
 from xpress_runtime.sets import Precision
 
 if TYPE_CHECKING:
-    from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
+    from xpress_export.checkpoints import DrafterCheckpoint, DraftModelCheckpoint, TargetCheckpoint
     from xpress_export.estimate import BuildCost, Estimate
     from xpress_export.options import BuildOptions
     from xpress_runtime.memory import MemoryNeed
@@ -28,8 +29,16 @@ estimate_options = combined(
     click.option("--target-revision", help="Estimate: revision of a target on the hub."),
     click.option("--drafter", help="Estimate: the same for the drafter."),
     click.option("--drafter-revision", help="Estimate: revision of a drafter on the hub."),
-    click.option("--num-passes", type=PassesType(), help="Estimate: Jacobi passes to build. Default: the checkpoint's."),
-    click.option("--shortlist", type=click.IntRange(0), help="Estimate: candidates of a slot; 0: all. Default: the checkpoint's."),
+    click.option("--draft-model", help="Estimate: the same for an autoregressive drafter. Default: none."),
+    click.option("--draft-model-revision", help="Estimate: revision of a draft model on the hub."),
+    click.option(
+        "--draft-layers",
+        type=IntegersType("I[,I-J…]", ranges=True),
+        help="Estimate: draft with these layers alone; without --draft-model: of the target itself.",
+    ),
+    click.option("--num-passes", type=IntegersType("K[,K…]"), help="Estimate: Jacobi passes to build. Default: the checkpoint's."),
+    click.option("--shortlist", type=IntegersType("C[,C…]"), help="Estimate: candidates of a slot; 0: all. Default: the checkpoint's."),
+    click.option("--no-sampling", is_flag=True, help="Estimate: without the graphs for sampling."),
     click.option("--prefill-chunk", type=click.IntRange(1, 8192), help="Estimate: prompt tokens that run at once. Default: 128."),
     click.option("--profile", help="Estimate: edge, server or a TOML file: defaults of --capacity, --batch and --prefill-chunk."),
     click.option(
@@ -48,6 +57,11 @@ def shown_estimate(
     drafter: str | None,
     target_revision: str | None,
     drafter_revision: str | None,
+    draft_model: str | None,
+    draft_model_revision: str | None,
+    draft_layers: tuple[int, ...] | None,
+    shortlist: tuple[int, ...] | None,
+    no_sampling: bool,
     profile: str | None,
     precisions: tuple[str, ...],
     as_json: bool,
@@ -58,15 +72,21 @@ def shown_estimate(
         raise click.UsageError("--estimate needs --target and --drafter", click.get_current_context())
     from xpress_engines.profiles import load_profile
     from xpress_export.checkpoints.config_only import open_pair_configs
+    from xpress_export.checkpoints.draft_model_config import open_draft_model_config
     from xpress_export.estimate import estimate_bundle
 
     quiet_libraries()
     opened = open_pair_configs(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
     chosen = load_profile(profile) if profile is not None else None
-    resolved = resolved_options(*opened, options, chosen, profile)
+    resolved = resolved_options(*opened, {**options, "shortlists": shortlist, "sampling": not no_sampling}, chosen, profile)
+    model = None
+    if draft_model is not None or draft_layers is not None:
+        model = open_draft_model_config(draft_model, draft_model_revision, draft_layers, opened[0])
+    elif draft_model_revision is not None:
+        raise OptionError("--draft-model-revision is given without --draft-model; leave it out")
     wanted = [Precision(name) for name in dict.fromkeys(precisions or ("fp32", "fp16"))]
-    estimate = estimate_bundle(*opened, resolved, wanted)
-    return _json(estimate, resolved) if as_json else _text(*opened, estimate, resolved)
+    estimate = estimate_bundle(*opened, resolved, wanted, model)
+    return _json(estimate, resolved) if as_json else _text(*opened, model, estimate, resolved)
 
 
 def _json(estimate: Estimate, options: BuildOptions) -> str:
@@ -78,19 +98,29 @@ def _json(estimate: Estimate, options: BuildOptions) -> str:
     return json.dumps({**values, "options": asdict(options), "gpu_reserve_bytes": GPU_RESERVE_BYTES, "build_scaled_from": MEASURED_ON})
 
 
-def _text(target: TargetCheckpoint, drafter: DrafterCheckpoint, estimate: Estimate, options: BuildOptions) -> str:
+def _text(
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    draft_model: DraftModelCheckpoint | None,
+    estimate: Estimate,
+    options: BuildOptions,
+) -> str:
     config, backbone = target.config, drafter.config.backbone
-    refiner = "no refiner" if drafter.refiner is None else f"refiner of rank {drafter.refiner.rank}"
+    names = {"xpress": "refiner", "markov": "Markov head", None: "no refiner"}
+    refiner = names[drafter.head] + ("" if drafter.head_rank is None else f" of rank {drafter.head_rank}")
     of_target = [target.model_type, f"{config.num_layers} layers", f"hidden {config.hidden_size}", f"vocabulary {config.vocab_size}"]
     of_drafter = [f"{backbone.num_layers} layers", f"block size {drafter.config.block_size}", refiner]
     passes = ", ".join(map(str, options.num_passes))
+    shortlists = ", ".join(str(size) if size else "off" for size in options.shortlists)
+    sampling = "sampling" if options.sampling else "no sampling"
     limits = f"capacity {options.capacity}, batch {options.batch}, prefill chunk {options.prefill_chunk}"
     lines = [
         "From the configs alone; no weights were read or fetched.",
         "",
         f"target   {target.location.source}: {', '.join(of_target)}, {_billions(estimate.target_parameters)} parameters",
         f"drafter  {drafter.location.source}: {', '.join(of_drafter)}, {_billions(estimate.drafter_parameters)} parameters",
-        f"options  passes {passes}; shortlist {options.shortlist or 'off'}; {limits}",
+        *_draft_model_lines(draft_model, estimate),
+        f"options  passes {passes}; shortlist {shortlists}; {sampling}; {limits}",
         "",
         *_size_lines(estimate),
         "",
@@ -99,6 +129,15 @@ def _text(target: TargetCheckpoint, drafter: DrafterCheckpoint, estimate: Estima
         *_build_lines(estimate),
     ]
     return "\n".join(lines)
+
+
+def _draft_model_lines(draft_model: DraftModelCheckpoint | None, estimate: Estimate) -> list[str]:
+    if draft_model is None or estimate.draft_model_parameters is None:
+        return []
+    shown = f"{draft_model.config.num_layers} layers, {_billions(estimate.draft_model_parameters)} parameters"
+    if draft_model.shares_tables:
+        return [f"draft    with the target's own: {shown}, which are the target's"]
+    return [f"draft    {draft_model.location.source}: {draft_model.model.model_type}, {shown}"]
 
 
 def _size_lines(estimate: Estimate) -> list[str]:
@@ -119,18 +158,20 @@ def _memory_lines(estimate: Estimate, options: BuildOptions) -> list[str]:
 
     lines = [f"Memory at run time, capacity {options.capacity}, batch {options.batch}:"]
     parts = ("weights", "target_caches", "drafter_caches", "working")
-    rows = [
-        [f"{name} engines, GPU" if made.engines else f"{name}, CPU", *_needs(made.memory, parts), size(made.memory.total)]
-        for name, made in estimate.sets.items()
-    ]
+    places = {name: f"{name} engines, GPU" if made.engines else f"{name}, CPU" for name, made in estimate.sets.items()}
+    rows = [[places[name], *_needs(made.memory, parts), size(made.memory.total)] for name, made in estimate.sets.items()]
     lines.append(table(["", *(part.replace("_", " ") for part in parts), "total"], rows))
+    added = {name: asdict(made.memory.on_demand) for name, made in estimate.sets.items()}
+    asked_for = next(iter(added.values()))
+    rows = [[places[name], *(size(sizes[part]) for part in asked_for)] for name, sizes in added.items()]
+    lines += ["Added when a request first asks for it:", table(["", *(part.replace("_", " ") for part in asked_for)], rows)]
     if not all(made.engines for made in estimate.sets.values()):
         lines.append(f"Processes on a CPU were measured at {CPU_PEAK.low} to {CPU_PEAK.high} × the total, with smaller models.")
     kept = f"{size(GPU_RESERVE_BYTES)} is kept for driver, CUDA context and activations: assumed, not measured."
     for name, made in estimate.sets.items():
         if made.gpus:
             fits = [[f"{gpu.gib} GiB", "yes" if gpu.fits else "no", str(gpu.largest_capacity or "none")] for gpu in made.gpus]
-            question = f"Do {name} engines fit at capacity {options.capacity}, batch {options.batch}? {kept}"
+            question = f"Do {name} engines fit at capacity {options.capacity}, batch {options.batch}, with all that is added? {kept}"
             lines += ["", question, table(["GPU", "fits", "largest capacity that fits"], fits)]
     return lines
 

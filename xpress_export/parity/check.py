@@ -14,8 +14,9 @@ from xpress_export.checkpoints import DrafterCheckpoint, DraftModelCheckpoint, T
 from xpress_export.graph_set import graph_makers
 from xpress_export.parity.acceptance import TOLERANCE, compare_acceptance
 from xpress_export.parity.compare import tolerance
-from xpress_export.parity.generation import GenerationComparison, compare_generation, generate_all, modes
+from xpress_export.parity.generation import GenerationComparison, compare_generation, generate_all
 from xpress_export.parity.graphs import built_options, check_graphs
+from xpress_export.parity.modes import greedy_modes
 from xpress_export.parity.modules import ModuleRunner
 from xpress_export.parity.reference import ReferenceRun, TransformersReference
 from xpress_export.parity.runner import GraphRunner
@@ -121,7 +122,7 @@ def check_parity(
 
 def parity_steps(bundle: Bundle, graph_sets: Sequence[GraphSet]) -> int:
     """At most as many steps as ``report`` of :func:`check_parity` hears of."""
-    num_modes = len(modes(bundle.manifest, MAX_NEW_TOKENS))
+    num_modes = len(greedy_modes(bundle.manifest, MAX_NEW_TOKENS))
     return 1 + sum(len(graph_set.graphs) + 1 + num_modes for graph_set in graph_sets)
 
 

@@ -10,17 +10,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from xpress_export.parity.compare import first_difference, top_margin
+from xpress_export.parity.modes import greedy_modes
 from xpress_export.parity.reference import ReferenceRun
 from xpress_export.parity.runner import GraphRunner
 from xpress_export.parity.target import target_logits
-from xpress_runtime.generation import GenerationConfig, GenerationResult
-from xpress_runtime.manifest import Manifest
+from xpress_runtime.generation import GenerationResult
 from xpress_runtime.session import Session
 
 
@@ -66,21 +65,6 @@ class GenerationComparison:
         }
 
 
-def modes(manifest: Manifest, max_new_tokens: int) -> dict[str, GenerationConfig]:
-    """Plain decoding, every built number of passes, a shortlist that is not the default, denoising steps, and the other drafters."""
-    greedy = partial(GenerationConfig, max_new_tokens)
-    configs = {"plain": greedy(speculation="off")}
-    configs |= {f"K={passes}": greedy(num_passes=passes) for passes in manifest.num_passes}
-    if most := max(manifest.num_passes):
-        configs |= {f"K={most} C={shortlist}": greedy(num_passes=most, shortlist=shortlist) for shortlist in manifest.shortlists[1:2]}
-    if manifest.drafter.num_proposals > 1:
-        configs["2 draft steps"] = greedy(draft_steps=2)
-    configs["lookup"] = greedy(drafter="lookup")
-    if manifest.draft_model is not None:
-        configs["autoregressive"] = greedy(drafter="autoregressive")
-    return configs
-
-
 def compare_generation(
     session: Session,
     prompts: Sequence[Sequence[int]],
@@ -113,7 +97,7 @@ def generate_all(
 ) -> dict[str, list[GenerationResult]]:
     """What each mode makes of each prompt; ``report`` hears each mode's name."""
     results = {}
-    for mode, config in modes(session.bundle.manifest, max_new_tokens).items():
+    for mode, config in greedy_modes(session.bundle.manifest, max_new_tokens).items():
         report(f"generation {mode}")
         results[mode] = [session.generate(prompt, config) for prompt in prompts]
     return results

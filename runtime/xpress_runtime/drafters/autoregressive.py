@@ -61,9 +61,9 @@ class AutoregressiveDrafter(Drafter):
 
     def catch_up(self, row: int, text: Sequence[int], num_missed: int) -> None:
         plan, buffers = self.plan, self.plan.buffers
-        # The anchor and the token before it are read when a block is drafted.
+        # The anchor and the token before it are read when a block is drafted; so were those of the last block, which may now be new.
         missed = np.asarray(text[:-2], np.int64)
-        for start in range(len(text) - num_missed, len(missed), plan.prefill_chunk):
+        for start in range(len(text) - 2 - num_missed, len(missed), plan.prefill_chunk):
             chunk = missed[start : start + plan.prefill_chunk]
             # Padding is overwritten by what follows.
             ids = np.zeros((1, len(chunk) if plan.backend.flexible_shapes else plan.prefill_chunk), np.int64)

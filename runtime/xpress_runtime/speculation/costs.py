@@ -74,10 +74,10 @@ class StageCosts:
     ) -> StageCosts:
         """From medians of a few runs, in seconds.
 
-        ``draft``: draft and refine, and whatever else a drafted round has over a plain step, of any width. ``verify``: by number of slots, 1
-        to ``block_size``; widths between two measured ones are interpolated, beyond them the curve is taken as flat. ``resume``: ``draft``
-        right after plain steps, with the backlog that the drafter has to be fed (None: the same). ``host``: what every step adds. A time
-        that is not a number counts as not measured, one of 0 as too short for the clock. Raises ValueError where no verify time is left.
+        ``draft``: draft and refine, and whatever else a drafted round has over a plain step. ``resume``: the same right after plain steps,
+        with the backlog that the drafter has to be fed (None: no more). ``verify``: by number of slots, 1 to ``block_size``; between two
+        measured ones the curve is interpolated, beyond them flat. ``host``: what every step adds. A time that is not a number counts as
+        not measured, 0 as too short for the clock. Raises ValueError where no verify time is left.
         """
         measured = {width: seconds for width, seconds in sorted(verify.items()) if is_time(seconds)}
         if not measured or not 1 <= min(measured) <= max(measured) <= block_size:
