@@ -16,7 +16,7 @@ _BUILT: list[Built] = []
 
 
 def complete_bundle(factory: pytest.TempPathFactory) -> Built:
-    """Sampling, a shortlist beside the whole vocabulary, and a draft model of the target's first layers, in fp16. It must not be changed."""
+    """Sampling, a shortlist beside the whole vocabulary, and a draft model of the target's first layers; fp16. It must not be changed."""
     if not _BUILT:
         output = factory.mktemp("bundles") / "complete"
         built = build(CASE / "target", CASE / "xpress", output, precisions=(Precision.FP16,), sampling=True, draft_layers=(0, 1), **OPTIONS)

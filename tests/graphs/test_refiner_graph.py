@@ -25,7 +25,7 @@ TOLERANCE = 1e-5
 BLOCK_SIZE, HIDDEN_SIZE, VOCAB_SIZE, RANK = 4, 40, 61, 72
 SHORTLIST = 5
 VARIANTS = ((1, 0), (2, 0), (1, SHORTLIST), (3, SHORTLIST))
-SHARED = ("refiner.w1", "refiner.w2")
+SHARED = ("drafted.refiner.w1", "drafted.refiner.w2")
 
 
 @dataclass
@@ -116,10 +116,11 @@ def test_passes_are_unrolled_on_one_static_half(case: Case, variant: tuple[int, 
     """Per pass one lookup of the previous tokens; the hidden half and the shortlist's rows are computed once."""
     passes, shortlist = variant
     nodes = onnx.load(case.files[variant], load_external_data=False).graph.node
-    count = {name: sum(name in node.input for node in nodes) for name in (*SHARED, "refiner.in_hidden.weight", "refiner.in_token.weight")}
+    weights = (*SHARED, "drafted.refiner.in_hidden.weight", "drafted.refiner.in_token.weight")
+    count = {name: sum(name in node.input for node in nodes) for name in weights}
     assert count == {
-        "refiner.w1": passes,
-        "refiner.w2": 1 if shortlist else passes,
-        "refiner.in_hidden.weight": 1,
-        "refiner.in_token.weight": passes,
+        "drafted.refiner.w1": passes,
+        "drafted.refiner.w2": 1 if shortlist else passes,
+        "drafted.refiner.in_hidden.weight": 1,
+        "drafted.refiner.in_token.weight": passes,
     }

@@ -1,13 +1,20 @@
-"""Bundles in fp32 and fp16, each exported once."""
+"""Bundles in half precision, each exported once."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.complete import complete_bundle
 from tests.conftest import CONFORMANCE, Built, build
 from xpress_runtime.sets import Precision
 
 BOTH = (Precision.FP32, Precision.FP16)
+
+
+@pytest.fixture(scope="session")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A bundle with every kind of graph, see tests.complete."""
+    return complete_bundle(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,8 @@ import pytest
 
 from tests.conftest import Built
 from tests.tiny import write_drafter, write_target
-from xpress_export.checkpoints import open_drafter, open_target
+from xpress_export.checkpoints import open_draft_model, open_drafter, open_target
+from xpress_export.cli.show_parity import shown_parity
 from xpress_export.graph_set import graph_makers
 from xpress_export.graphs import weights as weights_module
 from xpress_export.graphs.exporter import export_graph
@@ -24,7 +25,8 @@ from xpress_export.graphs.weights import WEIGHTS_FILE, WeightStore
 from xpress_export.models import decoder as decoder_module
 from xpress_export.models.layers import AttentionBounds
 from xpress_export.parity.check import check_parity, check_same_checkpoints, parity_steps
-from xpress_export.parity.graphs import built_options, by_candidate, check_graphs
+from xpress_export.parity.choices import by_candidate
+from xpress_export.parity.graphs import built_options, check_graphs
 from xpress_export.parity.report import failures, require_passed
 from xpress_export.parity.runner import GraphRunner
 from xpress_runtime.backends import open_backend
@@ -45,7 +47,7 @@ def copy(tiny: Built, tmp_path: Path) -> Built:
 
 def copied(built: Built, folder: Path) -> Built:
     shutil.copytree(built.bundle.folder, folder)
-    return Built(Bundle(folder, built.bundle.manifest), built.target, built.drafter)
+    return Built(Bundle(folder, built.bundle.manifest), built.target, built.drafter, built.draft_model)
 
 
 def as_it_is(bundle: Bundle) -> Bundle:
@@ -57,7 +59,7 @@ def as_it_is(bundle: Bundle) -> Bundle:
 def failing(built: Built) -> set[str]:
     """The graphs that differ from the checkpoints."""
     runner = GraphRunner(as_it_is(built.bundle), open_backend("ort-cpu", threads=1))
-    comparisons = check_graphs(built_options(built.bundle.manifest), built.target, built.drafter, runner)
+    comparisons = check_graphs(built_options(built.bundle.manifest), built.target, built.drafter, runner, draft_model=built.draft_model)
     assert set(comparisons) == set(built.bundle.manifest.graph_set(SET).graphs)
     return {name for name, comparison in comparisons.items() if not comparison.passed}
 
@@ -85,13 +87,41 @@ def test_tiny_bundle_passes(tiny: Built) -> None:
     # Errors of fp32 on models this small are a hundredth of the tolerance.
     assert max(graph["scaled_error"] for graph in result["graphs"].values()) < 1e-6
     assert result["target"]["scaled_error"] < 1e-6
-    assert result["generation"]["modes"] == ["plain", "K=2", "K=1", "K=3", "K=0"]
-    # Three prompts of 24 tokens in five modes.
-    assert result["generation"]["tokens"] == 3 * 24 * 5
+    assert result["generation"]["modes"] == ["plain", "K=2", "K=1", "K=3", "K=0", "2 draft steps", "lookup"]
+    # Three prompts of 24 tokens in seven modes.
+    assert result["generation"]["tokens"] == 3 * 24 * 7
     steps = {*result["graphs"], "target", *(f"generation {mode}" for mode in result["generation"]["modes"])}
     assert heard[0] == "transformers"
     assert set(heard[1:]) == {f"{SET} {step}" for step in steps}
     assert len(heard) <= parity_steps(tiny.bundle, tiny.bundle.manifest.graph_sets)
+
+
+def test_complete_bundle_passes_with_every_drafter(complete: Built) -> None:
+    heard: list[str] = []
+    found = check_parity(complete.bundle, complete.target, complete.drafter, complete.draft_model, threads=1, report=heard.append)
+    result = found["fp16-mask"]
+    assert failures(result) == []
+    assert set(result["graphs"]) == set(complete.bundle.manifest.graph_names)
+    assert all(graph["passed"] and graph["conclusive"] for graph in result["graphs"].values())
+    modes = ["plain", "K=3", "K=0", "K=3 C=8", "2 draft steps", "lookup", "autoregressive"]
+    assert result["generation"]["modes"] == modes
+    assert result["generation"]["tokens"] > 3 * 20 * len(modes)
+    assert len(heard) <= parity_steps(complete.bundle, complete.bundle.manifest.graph_sets)
+    shown = shown_parity(result)
+    assert "modes plain, K=3, K=0, K=3 C=8, 2 draft steps, lookup, autoregressive: ok" in shown
+    assert "same choices" in shown and "FAILED" not in shown
+
+
+def test_a_draft_model_must_be_that_of_the_bundle(complete: Built, tiny: Built) -> None:
+    draft_model = complete.draft_model
+    check_same_checkpoints(complete.bundle, complete.target, complete.drafter, draft_model)
+    other = open_draft_model(None, None, (1, 0), complete.target)
+    with pytest.raises(BundleError, match="was built from another draft model than"):
+        check_same_checkpoints(complete.bundle, complete.target, complete.drafter, other)
+    with pytest.raises(BundleError, match="was built with a draft model, and none is given"):
+        check_same_checkpoints(complete.bundle, complete.target, complete.drafter)
+    with pytest.raises(BundleError, match="was built without a draft model, and one is given; leave it out"):
+        check_same_checkpoints(tiny.bundle, tiny.target, tiny.drafter, draft_model)
 
 
 def test_checkpoints_must_be_those_of_the_bundle(tiny: Built, tmp_path: Path) -> None:
@@ -137,8 +167,8 @@ def test_bundle_with_all_weights_outside_passes(external: Built) -> None:
         ("drafter", "fc.weight", (79, 0), {"drafter"}),
         ("drafter", "layers.0.attention.key_value.weight", (5, 40), {"drafter"}),
         # Numbers of passes share their weights.
-        ("refiner-k1", "refiner.w2", (20, 3), REFINERS),
-        ("refiner-k2", "refiner.in_hidden.weight", (15, 0), REFINERS),
+        ("refiner-k1", "drafted.refiner.w2", (20, 3), REFINERS),
+        ("refiner-k2", "drafted.refiner.in_hidden.weight", (15, 0), REFINERS),
     ],
 )
 def test_one_changed_weight(external: Built, graph: str, tensor: str, index: tuple[int, ...], expected: set[str], tmp_path: Path) -> None:

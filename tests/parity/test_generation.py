@@ -14,6 +14,7 @@ from xpress_export.parity import generation
 from xpress_export.parity.acceptance import ModeAcceptance
 from xpress_export.parity.compare import first_difference
 from xpress_export.parity.generation import Divergence, GenerationComparison, compare_generation
+from xpress_export.parity.modes import greedy_modes
 from xpress_export.parity.reference import ReferenceRun
 from xpress_export.parity.report import failures, require_passed
 from xpress_runtime.errors import CheckFailed
@@ -64,6 +65,7 @@ def test_first_difference(found: list[int], expected: list[int], index: int | No
 # The whole comparison, on a session that says what it is told to.
 
 PROMPTS = [[7, 8], [9]]
+MODES = ["plain", "K=2", "K=0", "2 draft steps", "lookup"]
 TOLERANCE = 1e-4
 
 
@@ -76,11 +78,12 @@ class ScriptedSession:
     backend: Any = None
 
     def __post_init__(self) -> None:
-        self.bundle = SimpleNamespace(manifest=SimpleNamespace(num_passes=(2, 0)))
+        drafter = SimpleNamespace(num_proposals=3)
+        self.bundle = SimpleNamespace(manifest=SimpleNamespace(num_passes=(2, 0), shortlists=(0,), drafter=drafter, draft_model=None))
 
     def generate(self, prompt: list[int], config: GenerationConfig) -> Any:
         assert prompt in PROMPTS
-        mode = "plain" if config.speculation == "off" else f"K={config.num_passes}"
+        mode = next(mode for mode, own in greedy_modes(self.bundle.manifest, config.max_new_tokens).items() if own == config)
         return SimpleNamespace(tokens=tuple(self.tokens.get(mode, self.reference)[: config.max_new_tokens]))
 
 
@@ -104,7 +107,7 @@ def compare(tokens: dict[str, list[int]], ours: NDArray[np.float32], monkeypatch
 
 def test_equal_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     result = compare({}, LOGITS, monkeypatch)
-    assert (result.prompts, result.modes, result.tokens, result.divergences) == (2, ["plain", "K=2", "K=0"], 18, [])
+    assert (result.prompts, result.modes, result.tokens, result.divergences) == (2, MODES, 30, [])
     assert result.passed
 
 
@@ -118,7 +121,7 @@ def test_constructed_tie_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         ("K=2", 1, 1, 0, 2),
     ]
     # Behind the tie nothing is compared.
-    assert result.tokens == 18 - 2 * 2
+    assert result.tokens == 30 - 2 * 2
     assert result.to_json()["divergences"][0]["tie"] is True
 
 
@@ -139,9 +142,9 @@ def test_difference_by_a_wrong_target_fails(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("tokens", [[1, 2], [1, 2, 3, 3], []])
 def test_another_length_fails(tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop token that was missed, or seen too early."""
-    result = compare({"plain": tokens, "K=2": tokens, "K=0": tokens}, LOGITS, monkeypatch)
+    result = compare(dict.fromkeys(MODES, tokens), LOGITS, monkeypatch)
     assert not result.passed
-    assert len(result.divergences) == 6
+    assert len(result.divergences) == 2 * len(MODES)
 
 
 def parity(**changes: Any) -> dict[str, Any]:

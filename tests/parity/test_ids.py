@@ -93,7 +93,7 @@ def passes(*of_slots: list[float]) -> list[NDArray[Any]]:
     ],
 )
 def test_slots_behind_a_near_tie(before: list[NDArray[Any]], comparable: list[bool]) -> None:
-    assert comparable_slots(before, error=1.0).tolist() == [comparable]
+    assert comparable_slots(before, [1.0] * len(before)).tolist() == [comparable]
 
 
 def test_every_implementation_within_the_error_agrees_on_comparable_slots() -> None:
@@ -111,7 +111,7 @@ def test_every_implementation_within_the_error_agrees_on_comparable_slots() -> N
         return made
 
     exact = run(4, 0.0)
-    comparable = comparable_slots(exact[:3], 0.2)[0]
+    comparable = comparable_slots(exact[:3], [0.2] * 3)[0]
     assert 0 < comparable.sum() < 6
     for _ in range(200):
         last = run(4, 0.2)[-1]

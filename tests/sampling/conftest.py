@@ -22,6 +22,7 @@ from xpress_export.build import describe
 from xpress_export.checkpoints import open_draft_model, open_pair
 from xpress_export.graph_set import graph_makers
 from xpress_export.options import resolve_options
+from xpress_runtime.backends.ort_cpu import OrtCpuBackend
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.plan import Plan
 from xpress_runtime.sets import AttentionForm, Precision
@@ -47,11 +48,10 @@ class Models:
 
 @dataclass(frozen=True)
 class World:
-    """A described bundle, a backend for it, and the exact probabilities of what follows :data:`TEXT`."""
+    """A bundle that is described and was not exported, and a backend for it."""
 
     bundle: Bundle
     backend: ModuleBackend
-    truth: Continuations
 
     def plan(self, backend: ModuleBackend | None = None) -> Plan:
         return Plan(self.bundle, backend or self.backend, NUM_ROWS)
@@ -77,7 +77,13 @@ def world(models: Models, name: str, num_passes: Sequence[int], draft_model_name
     options = resolve_options(target, drafter, num_passes=num_passes, shortlists=(0, 3), capacity=8, prefill_chunk=4)
     manifest = describe(target, drafter, options, graph_sets=(), files={}, draft_model=draft_model)
     specs = graph_makers(target, drafter, options, Precision.FP32, AttentionForm.LENGTH, draft_model)
-    return World(Bundle(models.folder / name, manifest), ModuleBackend(specs), Continuations(models.target, TEXT[:-1], TEXT[-1:]))
+    return World(Bundle(models.folder / name, manifest), ModuleBackend(specs))
+
+
+@pytest.fixture(scope="session")
+def truth(models: Models) -> Continuations:
+    """Of :data:`TEXT`, whose last token counts as output."""
+    return Continuations(models.target, TEXT[:-1], TEXT[-1:])
 
 
 @pytest.fixture(scope="session")
@@ -86,18 +92,13 @@ def refined(models: Models) -> World:
 
 
 @pytest.fixture(scope="session")
-def markov(models: Models) -> World:
-    return world(models, "markov", (3,))
-
-
-@pytest.fixture(scope="session")
 def refined_plan(refined: World) -> Plan:
     return refined.plan()
 
 
 @pytest.fixture(scope="session")
-def markov_plan(markov: World) -> Plan:
-    return markov.plan()
+def markov_plan(models: Models) -> Plan:
+    return world(models, "markov", (3,)).plan()
 
 
 @pytest.fixture(scope="session")
@@ -106,3 +107,8 @@ def exported(models: Models) -> Bundle:
     options: dict[str, Any] = {"num_passes": (1,), "shortlists": (3,), "capacity": 40, "prefill_chunk": 4}
     paths = [models.folder / name for name in ("target", "refined", "bundle")]
     return build(*paths, sampling=True, draft_model=models.folder / "draft-model", **options).bundle
+
+
+@pytest.fixture(scope="session")
+def exported_plan(exported: Bundle) -> Plan:
+    return Plan(exported, OrtCpuBackend(threads=1), NUM_ROWS)

@@ -1,6 +1,6 @@
-"""Two tokens after a prompt, sampled many times by the runtime's own loop: every row of a plan starts from the same text with a seed of its own.
+"""Two tokens after a prompt, sampled many times by the runtime's own loop: every row of a plan starts from one text with a seed of its own.
 
-The prompt is read once. Rows share what it leaves in the caches; what a round writes behind it, the next sample overwrites.
+The prompt is read once, and what it leaves in the caches is copied to every row. What a round writes behind it, the next sample overwrites.
 """
 
 from __future__ import annotations
@@ -35,14 +35,22 @@ class Pairs:
     acceptance: float
 
 
-def sample_pairs(plan: Plan, config: GenerationConfig, num_samples: int, *, loop: Loop | None = None) -> Pairs:
-    """Continuations of :data:`TEXT`, of which the last token counts as output, with the seeds 0, 1, 2, …; ``loop``: not the settings' own."""
-    loop = loop or Loops().loop(plan, config)
+def sample_pairs(plan: Plan, config: GenerationConfig, num_samples: int) -> Pairs:
+    """Continuations of :data:`TEXT`, of which the last token counts as output, with the seeds 0, 1, 2, …"""
+    loop = Loops().loop(plan, config)
     prompt, anchor, position = TEXT[:-1], TEXT[-1], len(TEXT) - 1
     begin(plan, loop, config, prompt, anchor)
     numbers = plan.part(SamplingMemory).rows
     buffers = plan.buffers
-    state = [buffers.anchor, buffers.predecessor, buffers.position, buffers.context_position, buffers.active, buffers.block_ids, numbers.counts]
+    state = [
+        buffers.anchor,
+        buffers.predecessor,
+        buffers.position,
+        buffers.context_position,
+        buffers.active,
+        buffers.block_ids,
+        numbers.counts,
+    ]
     saved = [buffer.read() for buffer in state]
     keys = noise_keys(num_samples)
     stats = GenerationStats(len(prompt), plan.block_size - 1, None)

@@ -1,7 +1,7 @@
 """A backend that runs the PyTorch modules behind the graphs, on the buffers of the CPU backend: a plan without an export.
 
-That a graph computes what its module does is tested where graphs are; the tests here take many samples of many kinds, and some plant a fault
-in one module.
+That a graph computes what its module does is tested where graphs are. Here many kinds of rounds are sampled, and some tests plant a fault in
+one module.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class _ModuleProgram:
             if name not in buffers or not info.accepts(buffers[name]):
                 raise ValueError(f"{name} has no buffer that fits {info.dims}")
         tensors = {name: torch.from_numpy(buffer.array) for name, buffer in buffers.items()}
-        arguments = [tensors[one.name] if isinstance(one, TensorSpec) else [tensors[each.name] for each in one] for one in self._spec.inputs]
+        arguments = [
+            tensors[one.name] if isinstance(one, TensorSpec) else [tensors[each.name] for each in one] for one in self._spec.inputs
+        ]
         return _BoundModule(self._spec.module, arguments, [tensors[name] for name in self.outputs])
 
 

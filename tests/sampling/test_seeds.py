@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
@@ -79,7 +80,9 @@ def test_a_seeds_tokens_are_the_same_in_any_row_beside_any_others(plan: Plan, dr
 def test_a_row_of_temperature_0_is_greedy_beside_sampled_ones(plan: Plan, drafter: GenerationConfig) -> None:
     prompts = {0: [3, 1, 4, 1, 5], 2: [2, 7]}
     greedy = generate(plan, SamplingForm(), {row: (prompt, replace(drafter, seed=0)) for row, prompt in prompts.items()})
-    mixed = {row: (prompts.get(row, [6, row]), replace(drafter, seed=row, **({} if row in prompts else SAMPLED))) for row in range(NUM_ROWS)}
+    mixed = {
+        row: (prompts.get(row, [6, row]), replace(drafter, seed=row, **({} if row in prompts else SAMPLED))) for row in range(NUM_ROWS)
+    }
     form = SamplingForm.of(config for _, config in mixed.values())
     assert form == SamplingForm(sampled=True, penalised=True, top_k=True, top_p=True)
     tokens = generate(plan, form, mixed)
@@ -91,7 +94,7 @@ def test_seeds_give_different_tokens(plan: Plan, drafter: GenerationConfig) -> N
     texts = set()
     for first in (0, NUM_ROWS):
         requests = {row: ([3, 1, 4], replace(config, seed=first + row)) for row in range(NUM_ROWS)}
-        texts |= {tuple(sum(output, [])) for output in generate(plan, SamplingForm.of([config]), requests).values()}
+        texts |= {tuple(chain.from_iterable(output)) for output in generate(plan, SamplingForm.of([config]), requests).values()}
     assert len(texts) == 2 * NUM_ROWS
 
 

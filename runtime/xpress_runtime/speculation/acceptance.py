@@ -41,15 +41,21 @@ class AcceptanceModel:
         stationary[-1, -1] = _SLOPE**2
         # The biases [num_proposals], then the slope.
         self._belief = DriftingBelief(np.append(np.full(num_proposals, _logit(_TYPICAL)), 1.0), stationary)
-        self._earlier_requests = self._belief.mean.copy()
+        self._earlier_requests: Vector | None = None
+        self._has_outcomes = False
         self._surprise = 0.0
         self._recent = np.zeros((_NUM_RECENT, num_proposals))
         self._num_recent = 0
 
     def new_request(self) -> None:
         """Start from what requests were like so far, and be ready to learn that this one differs."""
+        if not self._has_outcomes:
+            return
+        if self._earlier_requests is None:
+            self._earlier_requests = self._belief.mean.copy()
         self._earlier_requests += 0.5 * (self._belief.mean - self._earlier_requests)
         self._belief.mean[:] = self._earlier_requests
+        self._has_outcomes = False
         self._belief.relax(_PER_REQUEST)
         self._surprise = 0.0
 
@@ -79,6 +85,7 @@ class AcceptanceModel:
             self._num_recent = min(self._num_recent + 1, _NUM_RECENT)
         num_outcomes = min(accepted + 1, width - 1)
         outcomes = np.arange(num_outcomes) < accepted
+        self._has_outcomes = self._has_outcomes or num_outcomes > 0
 
         expected = self.predict(evidence)[:num_outcomes]
         of_accepted, of_rejected = -np.log(expected), -np.log(1.0 - expected)
@@ -88,6 +95,7 @@ class AcceptanceModel:
         self._belief.relax(min(_PER_ROUND + _PER_NAT * max(self._surprise - _SURPRISE, 0.0), 1.0))
 
         for slot in range(num_outcomes):
+            # One after the other: after a surprise the next outcome meets a model that has moved already.
             features = np.zeros(self._num_proposals + 1)
             features[slot], features[-1] = 1.0, evidence[slot]
             probability = float(_probability(features @ self._belief.mean))

@@ -5,17 +5,11 @@ which looks at no slot behind the one that it decides on and at no drawn token. 
 
 Drafting pays where the rate of drafted rounds, under present estimates (acceptance.py, costs.py) and over the blocks seen last, is above
 plain decoding's. The present rate counts and not a long-run one: a text has a fixed number of tokens, and each is to be made as fast as
-its part of the text allows.
-
-What is not done is not learned. So a budget is credited a fixed share of all time spent, and pays for what the estimates advise against: a
-*try* (a drafted round where plain decoding looks better) or an *extension* (one allowed width more than pays). Tries settle at what they
-really lost or gained against plain decoding, so good news is followed up at once, and a useless drafter is retried as rarely as the share
-demands, whatever it costs: that interval takes the place of a back-off.
+its part of the text allows. What is not done is not learned, so within a budget the policy acts against its estimates (exploration.py).
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,14 +18,11 @@ import numpy as np
 
 from xpress_runtime.speculation.acceptance import AcceptanceModel
 from xpress_runtime.speculation.costs import StageCosts
+from xpress_runtime.speculation.exploration import ExtensionBudget, TryBudget
 from xpress_runtime.speculation.renewal import best_rule, reach_of
 
-# Of the time of plain steps, which pay for tries, and of drafted rounds, which pay for extensions.
-TRY_SHARE, EXTENSION_SHARE = 0.015, 0.004
-# Drafting goes on while it is so close to plain decoding: it informs, and plain decoding does not.
+# Drafting goes on while it looks this close to plain decoding: it informs, and plain decoding does not.
 INDIFFERENCE = 0.03
-# The budget never holds more than so many tries, so that a long good time does not pay for a long bad one.
-_MAX_TRIES = 3.0
 # The least that a try is taken to lose, in plain steps.
 _MIN_LOSS = 0.03
 # Feeding the drafter what was decoded plainly must be earned back within so many rounds.
@@ -55,13 +46,13 @@ class PolicyCounts:
 
 @dataclass
 class _Begun:
-    """A drafted round that is not recorded yet; ``paid`` is what the budget gave for it, ``paying_width`` the width without extension."""
+    """A drafted round that is not recorded yet. ``paid``: from the budget of tries; ``paying_width``: its width without extension."""
 
     resumed: bool = False
     is_try: bool = False
     extends: bool = False
     paid: float = 0.0
-    paying_width: int = 1
+    paying_width: int | None = None
 
 
 class SpeculationPolicy:
@@ -82,14 +73,15 @@ class SpeculationPolicy:
         self._sees_block = sees_block
         self._costs = costs
         self._acceptance = AcceptanceModel(block_size - 1)
+        self._tries, self._extensions = TryBudget(), ExtensionBudget()
         self._begun: deque[_Begun] = deque()
         self._was_plain: bool | None = None
-        self._budget = 0.0
         self._evaluate(resumed=False)
 
     def new_request(self) -> None:
         """Another text begins; rounds that were begun and never recorded are forgotten."""
-        self._budget += sum(begun.paid for begun in self._begun)
+        for begun in self._begun:
+            self._tries.pay(-begun.paid)
         self._begun.clear()
         self._acceptance.new_request()
         self._changed = True
@@ -97,21 +89,22 @@ class SpeculationPolicy:
     def begin(self) -> bool:
         """Start a round: True to draft, then ask for the width; False for a plain step. Depends on history alone."""
         resumed = bool(self._was_plain)
-        # Plain steps tell nothing about drafting: until one can be tried again, the last evaluation holds.
-        if self._changed or not resumed or self._budget >= self._expected_loss:
+        # Plain steps tell nothing about drafting: until a try can be paid for, the last evaluation holds.
+        if self._changed or not resumed or self._tries.covers(self._expected_loss):
             self._evaluate(resumed=resumed)
-        is_try = not self._pays and self._budget >= self._expected_loss
-        drafts = bool(self._widths[-1] > 1) and (self._pays or is_try)
+        can_draft = bool(self._widths[-1] > 1)
+        is_try = can_draft and not self._pays and self._tries.allows(self._expected_loss, self._price)
+        drafts = can_draft and (self._pays or is_try)
         self.counts.switches += self._was_plain is drafts
         self._was_plain = not drafts
         if not drafts:
             self.counts.plain += 1
             return False
-        begun = _Begun(resumed, is_try, is_try or self._budget >= self._widest_step)
+        begun = _Begun(resumed, is_try, is_try or self._extensions.covers(self._widest_step))
         if is_try:
             self.counts.tries += 1
             begun.paid = self._price
-            self._budget -= begun.paid
+            self._tries.pay(begun.paid)
         self._begun.append(begun)
         return True
 
@@ -123,13 +116,12 @@ class SpeculationPolicy:
         begun = self._begun[-1]
         evidence = self._acceptance.evidence(confidence if self._sees_block else None)
         index = int(self._rule.stop(reach_of(self._acceptance.predict(evidence[None])))[0])
-        begun.paying_width = int(self._widths[index])
         if begun.extends and index < len(self._widths) - 1:
+            begun.paying_width = int(self._widths[index])
             index += 1
             if not begun.is_try:
                 self.counts.extensions += 1
-                begun.paid = float(self._verify[index] - self._verify[index - 1])
-                self._budget -= begun.paid
+                self._extensions.pay(float(self._verify[index] - self._verify[index - 1]))
         width = int(self._widths[index])
         self.counts.widths[width] += 1
         return width
@@ -137,7 +129,7 @@ class SpeculationPolicy:
     def record_plain(self, seconds: float) -> None:
         """A plain step took ``seconds``, the host's constant share left out."""
         self._costs.observe_verify(1, seconds)
-        self._credit(TRY_SHARE * seconds)
+        self._tries.plain_step(1.0 / self._plain_rate, self._price)
 
     def record_round(
         self, width: int, accepted: int, confidence: Sequence[float] | None, draft_seconds: float, verify_seconds: float
@@ -149,12 +141,16 @@ class SpeculationPolicy:
         seen = confidence if self._sees_block else None
         self._acceptance.observe(self._acceptance.evidence(seen), width, accepted, seen=seen is not None)
         self._changed = True
-        seconds = draft_seconds + verify_seconds
-        self._credit(EXTENSION_SHARE * seconds)
+
+        # The budgets go by estimates: they follow what lasts, and one stalled measurement does not use up a hundred tries.
+        seconds = self._costs.draft(resumed=begun.resumed) + float(self._costs.verify()[width - 1]) + self._costs.host
+        gain = (1 + accepted) / self._plain_rate - seconds
         if begun.is_try:
-            self._credit(begun.paid + (1 + accepted) / self._plain_rate - seconds - self._costs.host)
-        elif begun.paid:
-            self._credit(max(accepted + 1 - begun.paying_width, 0) / self._rule.rate)
+            self._tries.settle(begun.paid, gain, self._price)
+            return
+        self._tries.drafted(gain, self._price)
+        owed = 0 if begun.paying_width is None else max(accepted + 1 - begun.paying_width, 0)
+        self._extensions.drafted(seconds, owed / self._rule.rate, self._widest_step)
 
     def explain(self) -> str:
         """One line for logs: what was chosen, and the estimates behind it."""
@@ -162,15 +158,17 @@ class SpeculationPolicy:
         mean_width = sum(width * count for width, count in counts.widths.items()) / max(counts.drafted, 1)
         evidence, weights = self._acceptance.recent()
         acceptance = " ".join(f"{value:.2f}" for value in weights @ self._acceptance.predict(evidence))
+        verify = self._costs.verify()
         return (
             f"{counts.plain} plain steps, {counts.drafted} drafted rounds of {mean_width:.1f} slots ({counts.tries} tries, "
-            f"{counts.extensions} extensions), {counts.switches} switches; estimates: acceptance {acceptance}; ms per token "
-            f"{1e3 / self._plain_rate:.2f} plain, {1e3 / self._rule.drafted_rate:.2f} drafted; ms {1e3 * self._costs.draft(resumed=False):.2f} to draft, "
-            f"{1e3 * self._verify[0]:.2f} to {1e3 * self._verify[-1]:.2f} to verify {self._widths[0]} to {self._widths[-1]} slots"
+            f"{counts.extensions} extensions), {counts.switches} switches; acceptance by slot {acceptance}; ms per token "
+            f"{1e3 / self._plain_rate:.2f} plain, {1e3 / self._rule.drafted_rate:.2f} drafted; "
+            f"ms to draft {1e3 * self._costs.draft(resumed=False):.2f}, "
+            f"to verify 1 to {len(verify)} slots {1e3 * verify[0]:.2f} to {1e3 * verify[-1]:.2f}"
         )
 
     def _evaluate(self, *, resumed: bool) -> None:
-        """Rates, the width rule and the prices of trying, under the present estimates."""
+        """Rates, the width rule and the prices of acting against it, under the present estimates."""
         every_width, host = self._costs.verify(), self._costs.host
         draft = self._costs.draft(resumed=False)
         catching_up = max(self._costs.draft(resumed=True) - draft, 0.0) if resumed else 0.0
@@ -185,13 +183,9 @@ class SpeculationPolicy:
         advantage = self._rule.drafted_rate / self._plain_rate - 1.0
         self._pays = advantage > -INDIFFERENCE
 
-        # A try verifies at least one proposal; it can lose all that it takes beyond a plain step.
+        # A try verifies at least one proposal, and loses at most what it takes beyond a plain step.
         narrowest = self._verify[min(int(np.searchsorted(self._widths, 2)), len(self._widths) - 1)]
         self._price = draft + catching_up + float(narrowest) - float(every_width[0])
         self._expected_loss = max(-advantage * self._rule.drafted_seconds, 0.0) + _MIN_LOSS * plain_seconds
         self._widest_step = float(np.diff(self._verify, prepend=self._verify[0]).max())
         self._changed = False
-
-    def _credit(self, seconds: float) -> None:
-        if math.isfinite(seconds):
-            self._budget = min(self._budget + seconds, _MAX_TRIES * max(self._price, self._widest_step))

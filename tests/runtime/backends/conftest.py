@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
-from tests.conftest import CONFORMANCE, Built, build
+from tests.complete import complete_bundle
+from tests.conftest import Built, build
 from tests.runtime.backends.simulated_engines import write_engines
 from tests.scripted import write_scripted
 from xpress_runtime.bundle import Bundle
@@ -26,11 +29,12 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """A conformance case: its attention reaches back to the first token, and its drafts are accepted by chance."""
-    folder = CONFORMANCE / "qwen3-b4"
-    output = tmp_path_factory.mktemp("bundles") / "trained-half"
-    options = {"num_passes": (3, 1), "capacity": 112, "batch": 2, "prefill_chunk": 12}
-    built = build(folder / "target", folder / "xpress", output, precisions=[Precision.FP16], **options)
-    write_engines(built.bundle, GRAPH_SET, "tensorrt-rtx", batch=2, layout="shared")
-    write_engines(built.bundle, GRAPH_SET, "tensorrt", batch=1, layout="pinned")
-    return built.bundle
+    """A conformance case with every kind of graph (see tests.complete): its attention reaches back to the first token, and its drafts are
+    accepted by chance.
+    """
+    folder = tmp_path_factory.mktemp("bundles") / "trained-half"
+    shutil.copytree(complete_bundle(tmp_path_factory).bundle.folder, folder)
+    bundle = Bundle.open(folder, verify=False)
+    write_engines(bundle, GRAPH_SET, "tensorrt-rtx", batch=2, layout="shared")
+    write_engines(bundle, GRAPH_SET, "tensorrt", batch=2, layout="pinned")
+    return bundle

@@ -13,7 +13,8 @@ import numpy as np
 import onnxruntime
 
 from tests.runtime.backends.simulated_cuda import SimulatedCuda, Violation
-from xpress_engines.profiles import ProfileSet, dim_ranges, input_ranges
+from xpress_engines.profiles import BlockSizes, ProfileSet, dim_ranges, input_ranges
+from xpress_export.parity.runner import updated_in_place
 from xpress_runtime.backends.engine import EngineTensor
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.engines import ENGINES_FILE, EngineManifest, EngineRecord, ProfileRecord, engines_folder, graphs_identity
@@ -40,7 +41,7 @@ def write_engines(bundle: Bundle, graph_set: str, kind: str = "tensorrt-rtx", *,
         (folder / f"{graph}.engine").write_bytes(content)
         session = open_graph(bundle.folder / record.file)
         inputs = {value.name: tuple(value.shape) for value in session.get_inputs()}
-        profiles = input_ranges(inputs, dim_ranges(graph, profile, layout, manifest.drafter.block_size))
+        profiles = input_ranges(inputs, dim_ranges(graph, profile, layout, BlockSizes.of(manifest)))
         engines[graph] = EngineRecord(f"{graph}.engine", len(content), hashlib.sha256(content).hexdigest(), 0.1, 3, profiles)
     written = EngineManifest(
         kind=kind,
@@ -190,5 +191,4 @@ class SimulatedLibrary:
 
 def _tensor(value: Any, *, is_input: bool) -> EngineTensor:
     dims = tuple(dim if isinstance(dim, int) else -1 for dim in value.shape)
-    aliases = value.name.replace("_cache_out.", "_cache.") if "_cache_out." in value.name else None
-    return EngineTensor(is_input, dims, _DTYPES[value.type], aliases)
+    return EngineTensor(is_input, dims, _DTYPES[value.type], None if is_input else updated_in_place(value.name))

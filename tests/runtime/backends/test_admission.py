@@ -22,6 +22,7 @@ from xpress_runtime.engines import ENGINES_FILE, engines_folder
 from xpress_runtime.errors import BundleError, EnvironmentProblem
 from xpress_runtime.memory import memory_need
 from xpress_runtime.plan import Plan
+from xpress_runtime.prefill import prefill
 
 RESERVE = 64 << 20
 
@@ -118,4 +119,4 @@ def test_shapes_without_a_profile_are_named(scripted: Bundle, tmp_path: Path) ->
         bounds[1] = 1
     path.write_text(json.dumps(values))
     with pytest.raises(BundleError, match="the engine of target has no profile for embeddings"):
-        Plan(bundle, simulated()).prefill(0, np.arange(1, 4), with_drafter=False)
+        prefill(Plan(bundle, simulated()), 0, np.arange(1, 4), None)

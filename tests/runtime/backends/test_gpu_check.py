@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +48,16 @@ PROMPTS = [Prompt([5, 17, 9, 30]), Prompt(list(range(2, 32)))]
 def test_every_check_passes_on_the_simulated_gpu(trained: Bundle) -> None:
     result = check_backend(trained, simulated, PROMPTS)
     assert result["passed"], json.dumps(result)
-    assert set(result["graphs"]) == {"embed", "target", "head", "drafter", "accept", "refiner-k0", "refiner-k1", "refiner-k3"}
+    assert set(result["graphs"]) == set(trained.manifest.graph_names)
     assert all(graph["calls"] >= 1 for graph in result["graphs"].values())
-    assert [row["num_passes"] for row in result["generation"]["rows"]] == [None, 0, 1, 3]
+    sampled = ["sampled, plain", "sampled", "sampled, lookup", "sampled, autoregressive"]
+    modes = ["plain", "K=3", "K=0", "K=3 C=8", "2 draft steps", "lookup", "autoregressive", "auto", *sampled]
+    assert [row["mode"] for row in result["generation"]["rows"]] == modes
+    assert result["generation"]["same_seed_same_tokens"] == dict.fromkeys(sampled, True)
     assert result["generation"]["gpu_memory_bytes"] > 0
     shown = markdown({"gpu": "G", "machine": "M", "bundle": "B", "passed": True, "backends": {"tensorrt": result}})
     assert "## tensorrt: passed" in shown and "| target | 3 |" in shown
+    assert "sampled, lookup, the same seed twice: the same tokens." in shown
 
 
 def wrong(graph: str) -> Callable[[SimulatedContext], None]:
@@ -66,7 +71,11 @@ def wrong(graph: str) -> Callable[[SimulatedContext], None]:
     return run_wrong
 
 
-@pytest.mark.parametrize("graph", ["embed", "target", "head", "drafter", "accept", "refiner-k1"])
+MODELS = ["embed", "target", "head", "drafter", "draft-decoder", "refiner-k3", "refiner-k3-c8-sampled"]
+BETWEEN = ["accept", "accept-candidates", "denoise", "lookup", "store-taps", "sample", "filter-top-p", "draft-start", "draft-step-sampled"]
+
+
+@pytest.mark.parametrize("graph", [*MODELS, *BETWEEN])
 def test_an_engine_that_computes_something_else_fails(trained: Bundle, monkeypatch: pytest.MonkeyPatch, graph: str) -> None:
     monkeypatch.setattr(SimulatedContext, "_run", wrong(graph))
     graphs = gpu_check.compare_graphs(trained, simulated)
@@ -78,14 +87,28 @@ def test_tokens_that_differ_without_a_near_tie_fail(trained: Bundle, monkeypatch
 
     def one_token_off(session: Any, prompt: Any, config: Any = None) -> Any:
         result = generate(session, prompt, config)
-        if session.backend.name == "tensorrt" and config.num_passes == 1:
+        if session.backend.name == "tensorrt" and config.num_passes == 0:
             object.__setattr__(result, "tokens", (*result.tokens[:3], (result.tokens[3] + 1) % 50, *result.tokens[4:]))
         return result
 
     monkeypatch.setattr(gpu_check.Session, "generate", one_token_off)
     result = gpu_check.compare_generation(trained, simulated, PROMPTS)
     assert not result["passed"]
-    assert {(found["num_passes"], found["token"], found["explained"]) for found in result["divergences"]} == {(1, 3, False)}
+    assert {(found["mode"], found["token"], found["explained"]) for found in result["divergences"]} == {("K=0", 3, False)}
+
+
+def test_a_seed_that_gives_other_tokens_the_second_time_fails(trained: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = gpu_check.Session.generate
+    seeds = iter(range(1000))
+
+    def another_seed(session: Any, prompt: Any, config: Any = None) -> Any:
+        drawn = config.temperature > 0 and config.drafter == "lookup"
+        return generate(session, prompt, replace(config, seed=next(seeds)) if drawn else config)
+
+    monkeypatch.setattr(gpu_check.Session, "generate", another_seed)
+    result = gpu_check.compare_generation(trained, simulated, PROMPTS)
+    assert not result["passed"]
+    assert [mode for mode, same in result["same_seed_same_tokens"].items() if not same] == ["sampled, lookup"]
 
 
 def test_an_error_is_a_result(trained: Bundle) -> None:

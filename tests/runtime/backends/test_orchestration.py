@@ -19,9 +19,10 @@ from xpress_runtime.backends.capture import WARM_UP_ROUNDS
 from xpress_runtime.backends.cuda import CopyKind, CudaError
 from xpress_runtime.backends.tensorrt import TensorRtBackend
 from xpress_runtime.bundle import Bundle
+from xpress_runtime.drafters import BlockDrafter
 from xpress_runtime.errors import EnvironmentProblem, OptionError
 from xpress_runtime.generation import GenerationConfig
-from xpress_runtime.plan import Plan
+from xpress_runtime.loop import SpeculativeLoop
 from xpress_runtime.session import Session
 
 SPECULATIVE_ROUND = ["embed", "drafter", "head", "refiner-k3", "embed", "target", "head", "accept"]
@@ -107,7 +108,7 @@ def test_marks_are_part_of_the_captured_graph(scripted: Bundle) -> None:
         assert [operation.label for operation in graph if operation.label not in ("", "copy")] == SPECULATIVE_ROUND
         assert sum(operation.kind == "record" for operation in graph) == 4
     # The simulated clock counts operations: refinement is one engine and its mark, drafting three.
-    seconds = [result.stats.stage_seconds[stage] for stage in session._loop(session.open_plan(), GenerationConfig()).stages]
+    seconds = [result.stats.stage_seconds[stage] for stage in SpeculativeLoop.stages]
     assert seconds[0] > seconds[1] > 0 and seconds[2] > seconds[1]
     session.close()
 
@@ -171,16 +172,16 @@ def test_a_capture_that_the_driver_refuses_is_no_failure(scripted: Bundle, caplo
 
 def test_an_interrupt_in_the_middle_of_a_capture_leaves_the_session_usable(scripted: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     session, cuda = opened(scripted)
-    refine = Plan.refine
+    refine = BlockDrafter.refine
 
-    def interrupted(plan: Plan, num_passes: int) -> None:
-        refine(plan, num_passes)
+    def interrupted(drafter: BlockDrafter) -> None:
+        refine(drafter)
         if cuda.capturing is not None:
             raise KeyboardInterrupt
 
     stream = session.stream([3], GenerationConfig(50))
     with monkeypatch.context() as patch:
-        patch.setattr(Plan, "refine", interrupted)
+        patch.setattr(BlockDrafter, "refine", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(stream)
     with pytest.raises(OptionError, match="interrupted"):
@@ -274,13 +275,13 @@ def test_one_report_for_two_rounds_is_seen(scripted: Bundle) -> None:
 
 
 def test_a_wait_inside_a_round_is_seen(scripted: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    refine = Plan.refine
+    refine = BlockDrafter.refine
 
-    def waiting(plan: Plan, num_passes: int) -> None:
-        plan.backend.synchronise()
-        refine(plan, num_passes)
+    def waiting(drafter: BlockDrafter) -> None:
+        drafter.plan.backend.synchronise()
+        refine(drafter)
 
-    monkeypatch.setattr(Plan, "refine", waiting)
+    monkeypatch.setattr(BlockDrafter, "refine", waiting)
     assert fails(scripted) == set(SCHEDULES)
 
 

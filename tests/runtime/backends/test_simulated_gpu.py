@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from tests.runtime.backends.conftest import GRAPH_SET
 from tests.runtime.backends.simulated_cuda import SCHEDULES, SimulatedCuda
 from tests.runtime.backends.simulated_engines import SimulatedLibrary
 from tests.scripted import BLOCK_SIZE, continuation
-from xpress_runtime.backends.ort_cpu import OrtCpuBackend
 from xpress_runtime.backends.tensorrt import TensorRtBackend
 from xpress_runtime.bundle import Bundle
+from xpress_runtime.drafters import BlockDrafter
 from xpress_runtime.generation import GenerationConfig
 from xpress_runtime.loop import Loop, PlainLoop, SpeculativeLoop
 from xpress_runtime.plan import Plan
@@ -40,8 +39,8 @@ def session(request: pytest.FixtureRequest, scripted: Bundle) -> Iterator[Sessio
         yield opened
 
 
-def stats_of(plan: Plan, num_passes: int | None) -> GenerationStats:
-    return GenerationStats(0, plan.block_size - 1, num_passes)
+def stats_of(plan: Plan) -> GenerationStats:
+    return GenerationStats(0, plan.block_size - 1, None)
 
 
 def test_every_number_of_passes_and_plain(session: Session) -> None:
@@ -95,16 +94,22 @@ def test_a_session_closes_everything(scripted: Bundle) -> None:
     backend.close()
 
 
-def run_rows(plan: Plan, loop: Loop, prompts: list[list[int]], num_rounds: int) -> list[list[int]]:
-    """Rows that start together, of which one stops in between and starts anew with a prompt of its own while rounds are in flight."""
-    stats = stats_of(plan, loop.num_passes)
-    outputs = [[loop.start(row, prompt, stats)] for row, prompt in enumerate(prompts[: plan.num_rows])]
+def run_rows(
+    plan: Plan, loop: Loop, prompts: list[list[int]], num_rounds: int, configs: Sequence[GenerationConfig] | None = None
+) -> list[list[int]]:
+    """Rows that start together, of which one stops in between and starts anew with a prompt of its own while rounds are in flight.
+
+    Answers with the tokens of every row and, last, with what the one that stopped had made. ``configs``: settings of each prompt.
+    """
+    stats = stats_of(plan)
+    own = configs or [GenerationConfig(seed=0)] * len(prompts)
+    outputs = [[loop.start(row, prompts[row], stats, own[row])] for row in range(plan.num_rows)]
     for index in range(num_rounds):
         if index == num_rounds // 3:
             plan.stop(1)
         if index == num_rounds // 2:
             outputs.append(outputs[1])
-            outputs[1] = [loop.start(1, prompts[-1], stats)]
+            outputs[1] = [loop.start(1, prompts[-1], stats, own[-1])]
         committed = loop.round(stats)
         for row in range(plan.num_rows):
             outputs[row] += committed.tokens[row, : committed.num_emitted[row]].tolist()
@@ -115,7 +120,7 @@ def run_rows(plan: Plan, loop: Loop, prompts: list[list[int]], num_rounds: int) 
 def test_rows_stop_and_start_with_rounds_in_flight(scripted: Bundle, schedule: str) -> None:
     plan = Plan(scripted, simulated(schedule, kind="tensorrt"), num_rows=3)
     prompts = [[2], continuation(8, 11), continuation(20, 5), continuation(14, 6)]
-    for loop in (SpeculativeLoop(plan, 2), PlainLoop(plan)):
+    for loop in (SpeculativeLoop(plan, BlockDrafter(plan, 2)), PlainLoop(plan)):
         first, restarted, third, stopped = run_rows(plan, loop, prompts, 12)
         for prompt, tokens in zip(prompts, (first, stopped, third, restarted), strict=True):
             assert tokens == continuation(prompt[-1], len(tokens))
@@ -124,19 +129,3 @@ def test_rows_stop_and_start_with_rounds_in_flight(scripted: Bundle, schedule: s
         assert len(stopped) == 1 + 4 * tokens_per_round
         for row in range(3):
             plan.stop(row)
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("num_passes", [None, 0, 1, 3])
-def test_the_same_tokens_as_on_the_cpu(trained: Bundle, num_passes: int | None, seed: int) -> None:
-    prompts = [[5, 17, 9, 30], list(range(2, 40)), list(range(20, 33))]
-    results = []
-    for backend in (OrtCpuBackend(1, GRAPH_SET), simulated("random", seed)):
-        plan = Plan(trained, backend, num_rows=2)
-        loop = PlainLoop(plan) if num_passes is None else SpeculativeLoop(plan, num_passes)
-        results.append(run_rows(plan, loop, prompts, 10))
-    by_row = list(zip(*results, strict=True))
-    for row, (on_cpu, on_gpu) in enumerate(by_row):
-        shorter = min(len(on_cpu), len(on_gpu))
-        assert on_gpu[:shorter] == on_cpu[:shorter], row
-        assert shorter > 3
