@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from tests.complete import complete_bundle
 from tests.conftest import Built, build
 from tests.tiny import TARGET_SIZES, edit_json, write_drafter, write_target
 from xpress_export.checkpoints import open_target
 from xpress_export.checkpoints.config_only import open_pair_configs
+from xpress_export.checkpoints.draft_model_config import open_draft_model_config
 from xpress_export.estimate import GPU_RESERVE_BYTES, Estimate, SetEstimate, estimate_bundle
 from xpress_export.graphs.weights import WEIGHTS_FILE
 from xpress_export.options import resolve_options
@@ -63,10 +66,19 @@ def write_configs(folder: Path, sizes: dict[str, Any]) -> tuple[str, str]:
 
 
 def estimate(
-    target: object, drafter: object, precisions: tuple[Precision, ...] = (Precision.FP32, Precision.FP16), **options: Any
+    target: object,
+    drafter: object,
+    precisions: tuple[Precision, ...] = (Precision.FP32, Precision.FP16),
+    *,
+    draft_model: object = None,
+    draft_layers: tuple[int, ...] | None = None,
+    **options: Any,
 ) -> Estimate:
     opened = open_pair_configs(str(target), str(drafter))
-    return estimate_bundle(*opened, resolve_options(*opened, **options), precisions)
+    model = None
+    if draft_model is not None or draft_layers is not None:
+        model = open_draft_model_config(None if draft_model is None else str(draft_model), None, draft_layers, opened[0])
+    return estimate_bundle(*opened, resolve_options(*opened, **options), precisions, model)
 
 
 def transformers_parameters(config: dict[str, Any]) -> int:
@@ -128,7 +140,23 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return build(folder / "target", folder / "drafter", folder / "bundle", precisions=(Precision.FP16,), num_passes=(1,), capacity=64)
 
 
-@pytest.fixture(params=["tied", "tiny"])
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return complete_bundle(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A draft model of its own, with one table for embeddings and head."""
+    folder = tmp_path_factory.mktemp("drafting")
+    write_target(folder / "target", "qwen3", vocab_size=1021, num_hidden_layers=1)
+    write_target(folder / "draft", "llama", vocab_size=1021, num_hidden_layers=2, tie_word_embeddings=True, seed=1)
+    write_drafter(folder / "drafter", folder / "target", tap_layers=(0,), num_hidden_layers=1)
+    options = {"num_passes": (1,), "capacity": 64, "draft_model": folder / "draft", "draft_layers": (1,)}
+    return build(folder / "target", folder / "drafter", folder / "bundle", precisions=(Precision.FP16,), **options)
+
+
+@pytest.fixture(params=["tied", "tiny", "complete", "drafting"])
 def built(request: pytest.FixtureRequest) -> Built:
     made = request.getfixturevalue(request.param)
     assert isinstance(made, Built)
@@ -145,6 +173,10 @@ def estimate_of(built: Built) -> Estimate:
         capacity=manifest.capacity,
         batch=manifest.batch,
         prefill_chunk=manifest.prefill_chunk,
+        shortlists=manifest.shortlists,
+        sampling=manifest.sampling,
+        draft_model=None if built.draft_model is None else built.draft_model.location.path,
+        draft_layers=None if built.draft_model is None else built.draft_model.layers,
     )
 
 
@@ -161,7 +193,9 @@ def test_weights_of_every_graph_are_the_built_ones(built: Built) -> None:
             places = [{entry.key: entry.value for entry in tensor.external_data} for tensor in tensors]
             stored = {place["offset"]: int(place["length"]) for place in places if place}
             small = sum(len(tensor.raw_data) for tensor in tensors)
-            assert 0 <= sum(stored.values()) + small - made.graphs[name] <= SMALL_CONSTANTS, (graph_set.name, name)
+            # The exporter folds the cast of a very small table of the head, which is then stored in fp32.
+            folded = made.graphs[name] if name == "head" and built.target.config.vocab_size < 100 else 0
+            assert 0 <= sum(stored.values()) + small - made.graphs[name] <= SMALL_CONSTANTS + folded, (graph_set.name, name)
             outside |= stored
             inside += small
         # Small tensors that graphs share lie in each of them.
@@ -176,7 +210,7 @@ def test_memory_is_what_the_runtime_plans(built: Built) -> None:
     manifest = built.bundle.manifest
     for graph_set in manifest.graph_sets:
         need, planned = made.sets[graph_set.name].memory, memory_need(manifest, graph_set, batch=manifest.batch)
-        assert (need.target_caches, need.drafter_caches, need.working) == (planned.target_caches, planned.drafter_caches, planned.working)
+        assert replace(need, weights=0) == replace(planned, weights=0)
 
 
 def test_what_half_precision_keeps_in_fp32(tmp_path: Path) -> None:
@@ -194,7 +228,7 @@ def test_what_half_precision_keeps_in_fp32(tmp_path: Path) -> None:
 
 
 def test_tied_table_lies_on_disk_once_and_in_two_engines(tmp_path: Path) -> None:
-    made = estimate(*write_configs(tmp_path, QWEN3_4B), num_passes=(4, 2)).sets["fp16-mask"]
+    made = estimate(*write_configs(tmp_path, QWEN3_4B), num_passes=(4, 2), sampling=False).sets["fp16-mask"]
     table = 2 * 151936 * 2560
     assert made.graphs["embed"] == made.graphs["head"] == table
     rotary = 2 * 2 * 64 * (2048 + 128 + 16)
@@ -213,7 +247,9 @@ def test_largest_capacity_fits_and_one_more_does_not(tmp_path: Path) -> None:
     assert (gpu.gib, gpu.fits) == (24, True)
     assert gpu.largest_capacity is not None
     room = 24 * 2**30 - GPU_RESERVE_BYTES
-    assert half(configs, capacity=gpu.largest_capacity).memory.total <= room < half(configs, capacity=gpu.largest_capacity + 1).memory.total
+    fitting, larger = (half(configs, capacity=gpu.largest_capacity + more).memory for more in (0, 1))
+    # With all that requests may ask for.
+    assert fitting.total + fitting.on_demand.total <= room < larger.total + larger.on_demand.total
     assert not half(configs, capacity=gpu.largest_capacity + 1).gpus[3].fits
     assert half(configs, capacity=gpu.largest_capacity + 1).gpus[3].largest_capacity == gpu.largest_capacity
 

@@ -25,13 +25,24 @@ def configs(tiny_folders: tuple[Path, Path], tmp_path: Path) -> list[object]:
 def test_estimate(configs: list[object]) -> None:
     shown = invoke("inspect", "--estimate", *configs, "--num-passes", "3,1", "--capacity", "64", "--batch", "2").assert_done().out
     assert str(configs[1]) in shown
-    assert "passes 3, 1, 0; shortlist off; capacity 64, batch 2, prefill chunk 64" in shown
-    for graph in ("embed", "target", "head", "drafter", "refiner-k3", "refiner-k1", "refiner-k0", "accept"):
+    assert "passes 3, 1, 0; shortlist off; sampling; capacity 64, batch 2, prefill chunk 64" in shown
+    for graph in ("embed", "target", "head", "drafter", "refiner-k3", "refiner-k1", "refiner-k0-sampled", "accept", "filter-top-p"):
         assert f"\n{graph} " in shown
-    for part in ("fp32-length, CPU", "fp16-mask engines, GPU", "assumed, not measured", "scaled from", "not measured at this size"):
+    for part in ("fp32-length, CPU", "fp16-mask engines, GPU", "assumed, not measured", "scaled from", "Added when a request first asks"):
         assert part in shown
     one = invoke("inspect", "--estimate", *configs, "--precision", "fp32").assert_done().out
     assert "engines" not in one
+
+
+def test_estimate_with_a_draft_model(configs: list[object]) -> None:
+    shown = invoke("inspect", "--estimate", *configs, "--draft-layers", "0-1", "--shortlist", "0,8", "--no-sampling").assert_done().out
+    assert "draft    with the target's own: 2 layers, " in shown
+    assert "shortlist off, 8; no sampling" in shown
+    assert "\ndraft-decoder " in shown and "refiner-k2-c8 " in shown and "sampled" not in shown
+    own = invoke("inspect", "--estimate", *configs, "--draft-model", configs[1], "--draft-layers", "2,0").assert_done().out
+    assert "draft    with the target's own: 2 layers" in own
+    invoke("inspect", "--estimate", *configs, "--draft-layers", "0-3").assert_refused(2, "layer 3 of the draft model does not exist")
+    invoke("inspect", "--estimate", *configs, "--draft-model-revision", "main").assert_refused(2, "--draft-model-revision")
 
 
 def test_estimate_with_a_profile(configs: list[object], tmp_path: Path) -> None:
@@ -43,15 +54,16 @@ def test_estimate_with_a_profile(configs: list[object], tmp_path: Path) -> None:
 
 
 def test_estimate_json(configs: list[object]) -> None:
-    result = invoke(
-        "inspect", "--estimate", *configs, "--precision", "bf16", "--precision", "fp32", "--shortlist", "8", "--json"
-    ).assert_done()
+    options = ("--precision", "bf16", "--precision", "fp32", "--shortlist", "8,0", "--draft-layers", "1")
+    result = invoke("inspect", "--estimate", *configs, *options, "--json").assert_done()
     shown = json.loads(result.out)
     assert list(shown["sets"]) == ["bf16-mask", "fp32-length"]
-    assert (shown["options"]["shortlist"], shown["options"]["capacity"]) == (8, 128)
+    assert (shown["options"]["shortlists"], shown["options"]["capacity"]) == ([8, 0], 128)
+    assert 0 < shown["draft_model_parameters"] < shown["target_parameters"]
     for made in shown["sets"].values():
         memory = made["memory"]
         assert memory["total"] == sum(memory[part] for part in ("weights", "target_caches", "drafter_caches", "working"))
+        assert set(memory["on_demand"]) == {"sampling", "denoising", "lookup", "backlog", "draft_model"}
     assert [gpu["gib"] for gpu in shown["sets"]["bf16-mask"]["gpus"]] == [8, 12, 16, 24, 32, 48, 80]
     assert shown["export"]["peak_bytes"]["low"] <= shown["export"]["peak_bytes"]["high"]
     assert "SmolLM2-135M" in shown["build_scaled_from"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -19,21 +21,21 @@ MAX_NEW_TOKENS = 128
 EVERY_TENTH = range(0, 50, 10)
 
 
-def _compare(session: Session, reference: TransformersReference, indices: range) -> GenerationComparison:
+def _compare(session: Session, reference: TransformersReference, indices: range, max_new_tokens: int) -> GenerationComparison:
     prompts = [session.encode([{"role": "user", "content": demo_prompts()[index]}]) for index in indices]
-    runs = [reference.generate(prompt, MAX_NEW_TOKENS) for prompt in prompts]
-    return compare_generation(session, prompts, runs, MAX_NEW_TOKENS, tolerance(Precision.FP32))
+    runs = [reference.generate(prompt, max_new_tokens) for prompt in prompts]
+    return compare_generation(session, prompts, runs, max_new_tokens, tolerance(Precision.FP32))
 
 
 def test_every_tenth_prompt_equals_transformers(demo_session: Session, transformers_reference: TransformersReference) -> None:
-    comparison = _compare(demo_session, transformers_reference, EVERY_TENTH)
-    assert comparison.modes == ["plain", "K=2", "K=4", "K=1", "K=0"]
+    comparison = _compare(demo_session, transformers_reference, EVERY_TENTH, MAX_NEW_TOKENS // 2)
+    assert comparison.modes == ["plain", "K=2", "K=4", "K=1", "K=0", "2 draft steps", "lookup", "autoregressive"]
     assert comparison.passed, comparison.divergences
 
 
 @pytest.mark.slow
 def test_every_prompt_equals_transformers(demo_session: Session, transformers_reference: TransformersReference) -> None:
-    comparison = _compare(demo_session, transformers_reference, range(50))
+    comparison = _compare(demo_session, transformers_reference, range(50), MAX_NEW_TOKENS)
     assert comparison.passed, comparison.divergences
 
 
@@ -64,6 +66,32 @@ def _check_acceptance(
         with torch.inference_mode():
             expected = greedy_rounds(drafter, taps, prompt, result.tokens, num_passes)
         assert result.stats.kept_lengths == expected
+
+
+# Beside those that parity compares.
+MORE_MODES: tuple[dict[str, Any], ...] = (
+    {"draft_steps": 10, "num_passes": 0},
+    {"speculation": "auto"},
+    {"speculation": "auto", "drafter": "lookup"},
+    {"speculation": "auto", "drafter": "autoregressive"},
+)
+
+
+def test_many_steps_and_auto_give_plain_output(demo_session: Session) -> None:
+    _check_more_modes(demo_session, range(0, 50, 17), 32)
+
+
+@pytest.mark.slow
+def test_many_steps_and_auto_give_plain_output_on_every_prompt(demo_session: Session) -> None:
+    _check_more_modes(demo_session, range(50), 64)
+
+
+def _check_more_modes(session: Session, indices: range, max_new_tokens: int) -> None:
+    for index in indices:
+        prompt = session.encode([{"role": "user", "content": demo_prompts()[index]}])
+        plain = session.generate(prompt, GenerationConfig(max_new_tokens, speculation="off"))
+        for mode in MORE_MODES:
+            assert session.generate(prompt, GenerationConfig(max_new_tokens, **mode)).tokens == plain.tokens, (index, mode)
 
 
 def test_speculation_off_and_on_stream_the_same_text(demo_session: Session) -> None:

@@ -1,7 +1,7 @@
 """A backend that runs the PyTorch modules behind the graphs, on the buffers of the CPU backend: a plan without an export.
 
-That a graph computes what its module does is tested where graphs are. Here many kinds of rounds are sampled, and some tests plant a fault in
-one module.
+That a graph computes what its module does is tested where graphs are. Here many kinds of rounds are sampled, and some tests plant a fault
+in one module.
 """
 
 from __future__ import annotations

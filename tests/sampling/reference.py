@@ -19,7 +19,7 @@ Array = NDArray[np.float64]
 
 
 def penalised(logits: Array, prompt: Sequence[int], output: Sequence[int], config: GenerationConfig) -> Array:
-    """Logits [V] after transformers' repetition penalty (of prompt and output) and vLLM's frequency and presence penalties (of the output)."""
+    """Logits [V] after transformers' repetition penalty (of prompt and output) and vLLM's frequency and presence penalties (of output)."""
     result = np.array(logits, np.float64)
     for token in {*prompt, *output}:
         result[token] = result[token] / config.repetition_penalty if result[token] > 0 else result[token] * config.repetition_penalty

@@ -29,7 +29,7 @@ from xpress_runtime.sampling import SamplingForm
 from xpress_runtime.speculation import SpeculationPolicy, StageCosts
 from xpress_runtime.stats import GenerationStats
 
-NUM_SAMPLES, NUM_SLOW_SAMPLES = 4_000, 40_000
+NUM_SAMPLES, NUM_SLOW_SAMPLES = 3_000, 40_000
 BLOCK_SIZE = 4
 
 DRAFTERS = {

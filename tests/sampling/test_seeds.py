@@ -117,3 +117,10 @@ def test_a_seed_that_was_drawn_is_told_and_repeats(session: Session, drafter: Ge
     assert len({result.stats.seed for result in results}) == len({result.tokens for result in results}) == 3
     for result in results:
         assert session.generate([3, 1, 4], replace(config, seed=result.stats.seed)).tokens == result.tokens
+
+
+def test_the_lowest_temperature_is_greedy(session: Session, drafter: GenerationConfig) -> None:
+    config = replace(drafter, max_new_tokens=20)
+    greedy = session.generate([3, 1, 4], config).tokens
+    for seed in (1, 2):
+        assert session.generate([3, 1, 4], replace(config, temperature=1e-6, seed=seed)).tokens == greedy

@@ -16,7 +16,7 @@ from xpress_runtime.speculation.belief import DriftingBelief, Vector
 
 # A clock too coarse to see a stage reads 0; rates need a time above it.
 MIN_SECONDS = 1e-6
-# Of a measurement, relative to its expectation.
+# Of a measurement: relative to a plain step, to its expectation where outliers are told apart.
 _NOISE = 0.05
 _MAX_DEVIATIONS = 3.0
 # How far costs wander in a session, relative to a plain step: all widths together, the widest against the narrowest, each by itself.
@@ -62,10 +62,10 @@ class StageCosts:
         self.block_size = len(verify)
         self.host = host
         self._draft, self._resume = _Average(draft), _Average(resume)
-        self._plain_unit = float(verify[0])
+        self._calibrated_plain = float(verify[0])
         slope = np.linspace(0.0, _SLOPE, self.block_size)
         wander = _LEVEL**2 + np.outer(slope, slope) + _RESIDUAL**2 * np.eye(self.block_size)
-        self._verify = DriftingBelief(verify, self._plain_unit**2 * wander, share=_CALIBRATED)
+        self._verify = DriftingBelief(verify, self._calibrated_plain**2 * wander, share=_CALIBRATED)
         self._verify_limit = _StepLimit()
 
     @classmethod
@@ -105,12 +105,12 @@ class StageCosts:
         if not is_time(seconds):
             return
         expected = max(float(self._verify.mean[width - 1]), MIN_SECONDS)
-        deviation = _NOISE * expected
-        error = self._verify_limit.clip(seconds - expected, _MAX_DEVIATIONS * deviation)
+        error = self._verify_limit.clip(seconds - expected, _MAX_DEVIATIONS * _NOISE * expected)
         features = np.zeros(self.block_size)
         features[width - 1] = 1.0
+        information = (_NOISE * self._calibrated_plain) ** -2
         self._verify.relax(_RELAX)
-        self._verify.observe(features, error / deviation**2, deviation**-2)
+        self._verify.observe(features, error * information, information)
 
 
 def is_time(seconds: float) -> bool:

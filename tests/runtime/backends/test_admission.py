@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,19 @@ def test_loaded_weights_are_no_longer_asked_for_but_scratch_is(scripted: Bundle)
         plan.check(room, 1 << 30, loaded=True, scratch=4096)
 
 
+def test_too_little_for_what_requests_may_add_is_a_warning(trained: Bundle, caplog: pytest.LogCaptureFixture) -> None:
+    manifest = replace(trained.manifest, target=replace(trained.manifest.target, vocab_size=151_936))
+    need = memory_need(manifest, manifest.graph_set(GRAPH_SET), weights=0)
+    plan = MemoryPlan(manifest, GRAPH_SET, 0, 1)
+    plan.check(RESERVE + need.total + need.on_demand.total, 1 << 30)
+    assert not caplog.records
+    plan.check(RESERVE + need.total + need.on_demand.sampling - 1, 1 << 30, loaded=True)
+    assert not caplog.records, "said when the plan is admitted, not with every engine"
+    plan.check(RESERVE + need.total + need.on_demand.sampling - 1, 1 << 30)
+    (warning,) = caplog.messages
+    assert warning == "the GPU has 9 MiB left for what requests may add, too little for: sampling 9 MiB"
+
+
 def test_too_little_memory_is_refused_before_an_engine_is_loaded(scripted: Bundle) -> None:
     backend = simulated(total_bytes=RESERVE)
     with pytest.raises(EnvironmentProblem, match="capacity 64 at batch 1 needs"):
@@ -90,9 +103,9 @@ def test_a_number_of_rows_that_the_engines_do_not_take(scripted: Bundle, kind: s
 
 
 def test_caches_that_do_not_begin_at_aligned_addresses(scripted: Bundle) -> None:
-    manifest = dataclasses.replace(scripted.manifest, cache_rows=scripted.manifest.cache_rows + 1)
+    manifest = replace(scripted.manifest, cache_rows=scripted.manifest.cache_rows + 1)
     with pytest.raises(BundleError, match="engines need a multiple of 256"):
-        Plan(dataclasses.replace(scripted, manifest=manifest), simulated(kind="tensorrt"), 3)
+        Plan(replace(scripted, manifest=manifest), simulated(kind="tensorrt"), 3)
 
 
 def test_engines_that_are_not_there(scripted: Bundle, tmp_path: Path) -> None:

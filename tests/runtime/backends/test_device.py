@@ -12,6 +12,7 @@ from tests.scripted import continuation
 from xpress_runtime.backends.device import DeviceBackend
 from xpress_runtime.backends.ort_cpu import OrtCpuBackend
 from xpress_runtime.bundle import Bundle
+from xpress_runtime.drafters import BlockDrafter
 from xpress_runtime.loop import PlainLoop, SpeculativeLoop
 from xpress_runtime.plan import Plan
 
@@ -73,7 +74,7 @@ class TwoRounds(OrtCpuBackend):
 def test_two_rounds_in_flight_on_the_cpu(scripted: Bundle) -> None:
     plan = Plan(scripted, TwoRounds(1, GRAPH_SET), num_rows=3)
     prompts = [[2], continuation(8, 11), continuation(20, 5), continuation(14, 6)]
-    for loop in (SpeculativeLoop(plan, 3), PlainLoop(plan)):
+    for loop in (SpeculativeLoop(plan, BlockDrafter(plan, 3)), PlainLoop(plan)):
         first, restarted, third, stopped = run_rows(plan, loop, prompts, 12)
         for prompt, tokens in zip(prompts, (first, stopped, third, restarted), strict=True):
             assert tokens == continuation(prompt[-1], len(tokens))

@@ -16,6 +16,7 @@ from tests.runtime.backends.test_simulated_gpu import run_rows
 from tests.scripted import continuation
 from xpress_runtime.backends.ort_gpu import PROVIDERS, OrtGpuBackend
 from xpress_runtime.bundle import Bundle
+from xpress_runtime.drafters import BlockDrafter
 from xpress_runtime.errors import BundleError, EnvironmentProblem, OptionError
 from xpress_runtime.generation import GenerationConfig
 from xpress_runtime.loop import SpeculativeLoop
@@ -130,7 +131,7 @@ def test_the_same_loop_gives_the_same_tokens(scripted: Bundle, schedule: str, na
 def test_rows_of_a_batch(scripted: Bundle) -> None:
     plan = Plan(scripted, backend_with(), num_rows=3)
     prompts = [[2], continuation(8, 11), continuation(20, 5), continuation(14, 6)]
-    first, restarted, third, stopped = run_rows(plan, SpeculativeLoop(plan, 2), prompts, 12)
+    first, restarted, third, stopped = run_rows(plan, SpeculativeLoop(plan, BlockDrafter(plan, 2)), prompts, 12)
     for prompt, tokens in zip(prompts, (first, stopped, third, restarted), strict=True):
         assert tokens == continuation(prompt[-1], len(tokens))
 

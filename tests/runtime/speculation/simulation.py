@@ -177,6 +177,16 @@ def constant(acceptance: Sequence[float] | float, *, spread: float = 0.0, inform
     return process
 
 
+def useless_but_sure(confidence: float, *, num_proposals: int = 7) -> Process:
+    """Hardly a proposal is accepted, and confidences lie around ``confidence``."""
+
+    def process(places: NDArray[np.int64], rng: np.random.Generator) -> tuple[Array, Array]:
+        shape = (len(places), num_proposals)
+        return np.full(shape, 1e-3), np.clip(confidence + 0.04 * rng.normal(size=shape), 0.0, 1.0)
+
+    return process
+
+
 def alternating(first: Process, second: Process, period: int) -> Process:
     def process(places: NDArray[np.int64], rng: np.random.Generator) -> tuple[Array, Array]:
         is_first = (places // period % 2 == 0)[:, None]
