@@ -1,4 +1,4 @@
-"""Every drafter on a trained target: greedy output is plain decoding's, and a drafter that slept knows what one that was awake would know."""
+"""Every drafter on a trained target: greedy output is plain decoding's, and a drafter that slept knows what a wakeful one would."""
 
 from __future__ import annotations
 
