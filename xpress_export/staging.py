@@ -13,13 +13,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from xpress_runtime.errors import OutputError
+from xpress_runtime.graph_names import GRAPH_NAME
 from xpress_runtime.manifest import MANIFEST_FILE
 
 # What a build or an export writes, as paths in its folder.
 _WRITTEN = re.compile(
     r"bundle\.json|\.bundle\.json\.partial|tokenizer/(tokenizer\.json|settings\.json|chat_template\.jinja)"
-    r"|(graphs/[^/]+/)?(weights\.bin|(accept|drafter|embed|head|target|refiner-k\d+)\.onnx)"
-    r"|(engines/[^/]+/)?(engines\.json|(accept|drafter|embed|head|target|refiner-k\d+)\.engine)"
+    rf"|(graphs/[^/]+/)?(weights\.bin|({GRAPH_NAME})\.onnx)"
+    rf"|(engines/[^/]+/)?(engines\.json|({GRAPH_NAME})\.engine)"
 )
 _ANOTHER = "give another --output"
 

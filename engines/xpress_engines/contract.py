@@ -34,7 +34,7 @@ class GraphContract:
 
     @property
     def caches(self) -> dict[str, str]:
-        """Every input that is updated in place, by key, value or taps, and the output that it is then."""
+        """Every input that is updated in place (keys, values, stored taps), and the output that it is then."""
         found = {name: name.replace("_cache.", "_cache_out.") for name in self.inputs if "_cache." in name}
         return found | ({"store": "store_out"} if "store" in self.inputs else {})
 

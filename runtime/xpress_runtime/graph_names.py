@@ -13,6 +13,10 @@ SAMPLED = "-sampled"
 _SMALL = ("accept", "denoise", "lookup", "confidence", "store-taps")
 _SMALL_SAMPLED = ("sample", "accept-sampled", "accept-candidates", "filter-top-k", "filter-top-p", "penalise", "count")
 _LARGE = ("embed", "head", "drafter", "target")
+# What a regular expression takes for the name of a graph.
+GRAPH_NAME = "|".join(
+    (*_SMALL, *_SMALL_SAMPLED, *_LARGE, r"refiner-k\d+(-c\d+)?(-sampled)?", "draft-(start|step|step-sampled|embed|head|decoder)")
+)
 
 
 def refiner_name(num_passes: int, shortlist: int, *, sampled: bool = False) -> str:

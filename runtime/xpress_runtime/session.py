@@ -31,6 +31,9 @@ from xpress_runtime.tokenizer import TextTokenizer
 
 logger = logging.getLogger("xpress_runtime.session")
 
+# Fewer rounds say nothing about a drafter.
+_ROUNDS_TO_JUDGE = 8
+
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
@@ -264,10 +267,10 @@ class GenerationStream(Iterator[Piece]):
             logger.info("speculation auto: %s", explanation)
         thresholds = self._session.thresholds
         poor = stats.acceptance_rate is not None and stats.acceptance_rate < thresholds.acceptance_rate
-        # Where it is "auto" that has been noticed.
-        if poor and stats.speculation == "on":
+        # A few rounds say little, and "auto" notices by itself.
+        if poor and stats.speculation == "on" and stats.rounds >= _ROUNDS_TO_JUDGE:
             logger.warning(
-                "acceptance rate %.3f is below %.3f: the drafter hardly fits this text; try it with speculation off",
+                "acceptance rate %.3f is below %.3f: the drafter hardly fits this text; try it with speculation off or auto",
                 stats.acceptance_rate,
                 thresholds.acceptance_rate,
             )

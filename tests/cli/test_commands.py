@@ -21,7 +21,7 @@ from xpress_runtime.backends.registry import BackendStatus
 from xpress_runtime.version import BUNDLE_FORMAT, VERSION
 
 ROUND = "drafts before refinement"
-GRAPHS = ["accept", "refiner-k1", "refiner-k0", "embed", "head", "drafter", "target"]
+GRAPHS = list(graph_names((1, 0), (0,), sampling=True, draft_model_shares_tables=None))
 
 
 def manifest_of(bundle: Path) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def test_build_checks_parity_by_default(spoken: Spoken) -> None:
     assert manifest["has_tokenizer"]
     parity = manifest["parity"]["fp32-length"]
     assert parity["passed"]
-    assert set(parity["graphs"]) == {"embed", "target", "head", "drafter", "refiner-k1", "refiner-k0", "accept"}
+    assert set(parity["graphs"]) == set(GRAPHS)
     assert all(graph["passed"] for graph in parity["graphs"].values())
     for graph in parity["graphs"]:
         assert graph in result.out
@@ -59,12 +59,12 @@ def test_build_checks_parity_by_default(spoken: Spoken) -> None:
 @pytest.mark.usefixtures("quick_export")
 def test_build_json(folders: tuple[Path, Path], tmp_path: Path) -> None:
     output = tmp_path / "bundle"
-    options = ("--num-passes", "3,1", "--shortlist", "7", "--capacity", "50", "--batch", "2", "--prefill-chunk", "9")
+    options = ("--num-passes", "3,1", "--shortlist", "7,0", "--capacity", "50", "--batch", "2", "--prefill-chunk", "9")
     result = invoke("build", "--target", folders[0], "--drafter", folders[1], "--output", output, "--no-parity", "--json", *options)
     assert json.loads(result.assert_done().out) == {"bundle": str(output), "parity": None}
     assert result.err == ""
     manifest = manifest_of(output)
-    wanted = {"num_passes": [3, 1, 0], "shortlist": 7, "capacity": 50, "batch": 2, "prefill_chunk": 9, "parity": None}
+    wanted = {"num_passes": [3, 1, 0], "shortlists": [7, 0], "capacity": 50, "batch": 2, "prefill_chunk": 9, "parity": None}
     assert {name: manifest[name] for name in wanted} == wanted
 
 
@@ -81,7 +81,7 @@ def test_export_json(folders: tuple[Path, Path], tmp_path: Path) -> None:
 
 def test_export_in_half_precision(folders: tuple[Path, Path], tmp_path: Path) -> None:
     output = tmp_path / "graphs"
-    sizes = ("--num-passes", "1", "--capacity", "40", "--precision", "fp16")
+    sizes = ("--num-passes", "1", "--capacity", "40", "--precision", "fp16", "--no-sampling")
     invoke("export", "--target", folders[0], "--drafter", folders[1], "--output", output, *sizes).assert_done()
     model = onnx.load(output / "target.onnx", load_external_data=False)
     metadata = {entry.key: entry.value for entry in model.metadata_props}
@@ -152,8 +152,8 @@ def test_parity_on_prompts_of_ones_own(spoken_copy: Path, tmp_path: Path) -> Non
     prompts.write_text('Once upon a time\n\n{"prompt": "Explain rainbows."}\n{x} = 3\n', encoding="utf-8")
     arguments = ("parity", spoken_copy, "--precision", "fp32", "--prompts", prompts, "--max-new-tokens", "5", "--json")
     generation = json.loads(invoke(*arguments).assert_done().out)["fp32-length"]["generation"]
-    assert (generation["prompts"], generation["modes"]) == (3, ["plain", "K=1", "K=0"])
-    assert generation["tokens"] <= 3 * 5 * 3
+    assert (generation["prompts"], generation["modes"]) == (3, ["plain", "K=1", "K=0", "2 draft steps", "lookup"])
+    assert generation["tokens"] <= 3 * 5 * 5
 
 
 @pytest.mark.parametrize(

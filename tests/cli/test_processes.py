@@ -88,7 +88,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]
     try:
         for name in ("SIGINT", "SIGTERM", "limit"):
             (folder / name).mkdir()
-            arguments = ("build", "--target", folder / "target", "--drafter", folder / "drafter", "--num-passes", "0")
+            arguments = ("build", "--target", folder / "target", "--drafter", folder / "drafter", "--num-passes", "0", "--no-sampling")
             program = LIMITED if name == "limit" else PROGRAM
             processes[name] = start(program, *arguments, "--output", folder / name / "new" / "bundle")
         # A thread each: one that waited for another's end would come after its own build's.

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu_check import GPU_BACKENDS, Prompt, compare_generation, compare_graphs, prepare_bundle
-from tests.conftest import CONFORMANCE, build
+from tests.complete import CASE
+from tests.conftest import build
 from xpress_runtime.backends import Backend, open_backend, probe_backends
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.generation import GenerationConfig
@@ -33,10 +34,10 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def bundle(name: str, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    folder = CONFORMANCE / "qwen3-b4"
+    """With every kind of graph."""
     output = tmp_path_factory.mktemp("gpu") / "bundle"
-    options = {"num_passes": (3, 1), "capacity": 112, "prefill_chunk": 12}
-    built = build(folder / "target", folder / "xpress", output, precisions=[Precision.FP32, Precision.FP16], **options)
+    options = {"num_passes": (3, 1), "shortlists": (0, 8), "capacity": 112, "prefill_chunk": 12, "sampling": True, "draft_layers": (0, 1)}
+    built = build(CASE / "target", CASE / "xpress", output, precisions=[Precision.FP32, Precision.FP16], **options)
     return prepare_bundle(built.bundle.folder, output.parent, [name])
 
 
@@ -50,9 +51,9 @@ def test_every_graph_computes_what_it_does_on_the_cpu(bundle: Bundle, make: Call
     assert not wrong
 
 
-def test_tokens_are_those_of_plain_decoding_and_of_the_cpu(bundle: Bundle, make: Callable[[], Backend]) -> None:
+def test_tokens_are_those_of_plain_decoding_and_of_the_cpu_and_seeds_repeat(bundle: Bundle, make: Callable[[], Backend]) -> None:
     result = compare_generation(bundle, make, PROMPTS)
-    assert result["passed"], result["divergences"]
+    assert result["passed"], (result["divergences"], result["same_seed_same_tokens"])
     assert all(row["host_share"] < 1 for row in result["rows"])
 
 

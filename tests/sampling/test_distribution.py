@@ -46,11 +46,10 @@ EXPORTED: dict[str, GenerationConfig] = {
     "plain, all processors": settings(1.5, "all", speculation="off"),
 }
 REFINED: dict[str, GenerationConfig] = {
-    "one pass, top-p": settings(0.5, "top-p", num_passes=1, shortlist=0),
     "all passes, shortlist, top-k": settings(1.5, "top-k", num_passes=3, shortlist=3),
     "all passes, all processors": settings(0.5, "all", num_passes=3, shortlist=0),
 }
-MARKOV = settings(1.5, "penalties", num_passes=3, shortlist=3, draft_steps=2)
+MARKOV = settings(0.5, "top-p", num_passes=3, shortlist=0, draft_steps=2)
 
 
 @pytest.mark.parametrize("case", EXPORTED)

@@ -44,7 +44,9 @@ def _speed(report: Report) -> str | None:
     if mode is None or (speedup := report.figures[mode.name].speedup) is None:
         return None
     figures = report.figures[mode.name]
-    if not speedup.excludes(1):
+    if speedup.low is None:
+        verdict = "measured on too few prompts to say whether it is faster than plain decoding"
+    elif not speedup.excludes(1):
         verdict = "too close to plain decoding to call"
     else:
         verdict = "faster than plain decoding" if speedup.value > 1 else "slower than plain decoding"
@@ -67,7 +69,7 @@ def _fastest(report: Report) -> str | None:
     caution = (
         "" if gains else ", which is slower than plain decoding" if speedup.excludes(1) else ", which is no gain that these prompts show"
     )
-    return f"The fastest mode is {report.measurements.modes[name].title}: {interval(speedup, ' ×')}{caution}."
+    return f"The fastest of the speculative modes is {report.measurements.modes[name].title}: {interval(speedup, ' ×')}{caution}."
 
 
 def _steps(report: Report) -> str | None:
@@ -92,13 +94,14 @@ def _refiner(report: Report) -> str | None:
     if refined is None or one is None:
         return None
     change = report.measurements.acceptance_difference(refined.name, one.name)
-    stages = report.figures[refined.name].stage_ms_per_round
-    if change is None or stages is None:
+    stages, bare = report.figures[refined.name].stage_ms_per_round, report.figures[one.name].stage_ms_per_round
+    if change is None or stages is None or bare is None:
         return None
     before, after = report.figures[one.name].mean_acceptance_length, report.figures[refined.name].mean_acceptance_length
     assert before is not None and after is not None
     passes = refined.config.num_passes
-    cost = f"{stages['refine']:.2f} ms a round"
+    # Without passes the stage still takes the drafts from the logits.
+    cost = f"{stages['refine'] - bare['refine']:.2f} ms more a round"
     line = f"Refiner: after one step, τ goes from {before.value:.2f} to {after.value:.2f} with K={passes}, for {cost}. {_change(change)}"
     if many is not None and many.name != one.name:
         beside = report.measurements.acceptance_difference(refined.name, many.name)

@@ -127,7 +127,7 @@ class _Planner:
 
     def _refines(self, what: str) -> bool:
         if self._has_refiner and self._passes == 0:
-            raise OptionError("--num-passes is 0, which is no refinement; give a number that the bundle was built for")
+            raise OptionError("--num-passes is 0, which is no refinement: group D, and half of the ablation, need passes; leave it out")
         if not self._has_refiner:
             subject = f"Group {what}" if len(what) == 1 else what.capitalize()
             self.notes.append(f"{subject} is left out: the bundle has no refiner.")

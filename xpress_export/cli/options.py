@@ -150,7 +150,7 @@ generation_options = combined(
     click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Over 1: against tokens of prompt and output."),
     click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="Against tokens that the output has."),
     click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="The same, for each time it has them."),
-    click.option("--seed", type=int, help="The same seed samples the same text. Default: another one every time; --stats tells it."),
+    click.option("--seed", type=int, help="The same seed samples the same text, but for --speculation auto. Default: another one every time; --stats tells it."),
     click.option(
         "--speculation",
         type=click.Choice(SPECULATION),
@@ -179,7 +179,17 @@ def generation_config(options: Mapping[str, Any]) -> GenerationConfig:
         if given["num_passes"]:
             raise OptionError(f"--no-refiner means no passes, and --num-passes is {given['num_passes']}; leave one of them out")
         given["num_passes"] = 0
+    refuse_unused_sampling(given)
     return GenerationConfig(**given)
+
+
+def refuse_unused_sampling(options: Mapping[str, Any]) -> None:
+    """OptionError where a limit or a seed is given and nothing is sampled: greedy decoding would be the same without."""
+    unused = {"top_k": None, "top_p": 1, "min_p": 0, "seed": None}
+    if options["temperature"] == 0:
+        for name, off in unused.items():
+            if options[name] != off:
+                raise OptionError(f"--{name.replace('_', '-')} is {options[name]}, and --temperature 0 samples nothing; give a temperature too")
 
 
 warning_options = combined(

@@ -18,14 +18,13 @@ def stats_lines(result: GenerationResult) -> list[str]:
     if not stats.rounds:
         return lines
     if stats.num_proposals:
-        positions = " ".join(f"{share:.2f}" for share in stats.acceptance_by_position)
-        rate = "" if stats.acceptance_rate is None else f" ({stats.acceptance_rate:.1%})"
-        lines.append(
-            f"acceptance: {stats.accepted} of {stats.proposed} proposals{rate} in {stats.rounds} rounds; "
-            f"mean acceptance length {stats.mean_acceptance_length:.2f}; by position {positions}"
-        )
+        share = "nothing was proposed"
+        if stats.acceptance_rate is not None:
+            positions = " ".join(f"{accepted:.2f}" for accepted in stats.acceptance_by_position)
+            share = f"{stats.accepted} of {stats.proposed} proposals ({stats.acceptance_rate:.1%}), by position as verified {positions}"
+        lines.append(f"acceptance: {share}; mean acceptance length {stats.mean_acceptance_length:.2f} over {stats.rounds} rounds")
     if stats.speculation == "auto":
-        widths = ", ".join(f"{count} × {width}" if width else f"{count} plain" for width, count in stats.width_counts.items())
+        widths = ", ".join(f"{count} with {width}" if width else f"{count} plain" for width, count in stats.width_counts.items())
         lines.append(f"rounds by proposals verified: {widths}")
     stages = ", ".join(f"{stage.value} {1e3 * stats.stage_seconds[stage]:.0f}" for stage in (Stage.DRAFT, Stage.REFINE, Stage.VERIFY))
     lines.append(f"time: {stats.ms_per_token:.1f} ms per token, {stats.tokens_per_second:.1f} tokens/s; {stages}, host {host_ms:.0f} ms")

@@ -109,6 +109,7 @@ def check_parity(
 
     Returns the manifest's ``parity`` object of each by its name, ``passed`` first. ``report`` hears each step's name as it begins.
     """
+    assert (draft_model is None) == (bundle.manifest.draft_model is None), "every graph of the bundle is compared"
     checkpoints = _Checkpoints(target, drafter, draft_model)
     report("transformers")
     expected = _expected(bundle, target, prompts, max_new_tokens)

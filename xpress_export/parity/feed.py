@@ -31,7 +31,7 @@ _TABLE_ROWS = 4096
 _HEAD_ROWS = 32
 _BLOCKS_PER_TEXT = 4
 # Blocks whose logits the graphs between the models get: those are as wide as the vocabulary, and more of them show nothing new.
-_MAX_BLOCKS = 6
+_MAX_BLOCKS = 4
 _DRAFTED_ROWS = 4
 
 
@@ -81,9 +81,9 @@ class Feed:
         texts: Sequence[Sequence[int]] = (),
         draft_model: DraftModelCheckpoint | None = None,
     ) -> None:
-        self._generator = torch.Generator().manual_seed(20260802)
         self._vocab_size = target.config.vocab_size
         self._block_size = drafter.config.block_size
+        self._draw = Draw(torch.Generator().manual_seed(20260802), self._vocab_size, self._block_size)
         self._mask_token_id = drafter.config.mask_token_id
         longest = max([_PROMPT_ROWS + 3 * self._block_size, *(len(text) for text in texts)])
         # Masked graphs have caches of one length.
@@ -97,7 +97,6 @@ class Feed:
             strand.caches = {model: _empty_caches(config, batch, rows) for model, config in configs.items()}
         # The head and the draft model's, once they were called.
         self._logits: dict[str, Call] = {}
-        self._draw = Draw(self._generator, self._vocab_size, self._block_size)
         num_stored = backlog_rows(options.prefill_chunk, self._block_size)
         variants = refiner_variants(options.num_passes, options.shortlists)
         sampling = SamplingFeed(self._draw, options.cache_rows, self._some_blocks)
@@ -118,16 +117,15 @@ class Feed:
             self.calls |= self._draft_model_calls(shares_tables=draft_model.shares_tables, sampling=options.sampling)
 
     def _draft_model_calls(self, *, shares_tables: bool, sampling: bool) -> dict[str, Callable[[Call], None]]:
-        own_tables = {} if shares_tables else {"draft-embed": self._draft_embed}
-        own_head = {} if shares_tables else {"draft-head": self._draft_rank}
+        calls: dict[str, Callable[[Call], None]] = {} if shares_tables else {"draft-embed": self._draft_embed}
+        calls["draft-decoder"] = self._draft_decoder
+        if not shares_tables:
+            calls["draft-head"] = self._draft_rank
+        calls["draft-start"] = self._drafting.draft_start
         head = "head" if shares_tables else "draft-head"
-        steps = {f"draft-step{SAMPLED if sampled else ''}": partial(self._draft_step, head, sampled) for sampled in (False, True)}
-        if not sampling:
-            del steps[f"draft-step{SAMPLED}"]
-        return {**own_tables, "draft-decoder": self._draft_decoder, **own_head, "draft-start": self._drafting.draft_start, **steps}
-
-    def _ids(self, *shape: int) -> Tensor:
-        return torch.randint(self._vocab_size, shape, generator=self._generator)
+        for sampled in (False, True) if sampling else (False,):
+            calls[f"draft-step{SAMPLED if sampled else ''}"] = partial(self._draft_step, head, sampled)
+        return calls
 
     def _random(self) -> _Strand:
         """Two rows, the second one shorter: its second call overwrites rows of the first, as after a rejected block."""
@@ -135,11 +133,11 @@ class Feed:
         last = torch.tensor([[_PROMPT_ROWS - 1], [5]])
         every = torch.arange(width).expand(2, -1).contiguous()
         blocks = [
-            _Block(self._block(self._ids(2)), source, 0, context, position, self._ids(2), self._ids(2))
+            _Block(self._block(self._draw.ids(2)), source, 0, context, position, self._draw.ids(2), self._draw.ids(2))
             # Prompt rows, a first block without new context, and one after different acceptances.
             for source, context, position in ((0, [0, 0], [9, 6]), (1, [9, 6], [9, 6]), (1, [9, 6], [9 + width, 7]))
         ]
-        ids = [self._ids(2, _PROMPT_ROWS), self._ids(2, width), self._ids(2, 1)]
+        ids = [self._draw.ids(2, _PROMPT_ROWS), self._draw.ids(2, width), self._draw.ids(2, 1)]
         return _Strand(ids, [[0, 0], [9, 6], [11, 9]], [(0, last), (1, every)], blocks, {})
 
     def _text(self, text: Tensor) -> _Strand:

@@ -129,11 +129,11 @@ class SamplingFeed:
         return torch.where(numbers["sampled"][:, None] == 1, self._draw.from_softmax(scores), scores.argmax(dim=-1))
 
     def _verify(self, call: Call, block: Tensors, drafts: Tensor, numbers: Tensors, drawn_from: Tensors) -> None:
-        """All slots with every row active, then the first two with one row that is not."""
+        """All slots with every row active, and of two rows the first two slots with one row that is not."""
         base, batch = block["base_logits"], drafts.shape[0]
         verify = torch.cat([block["anchor"][:, None], drafts], dim=1)
         logits = self._draw.near(torch.cat([base, base[:, -1:]], dim=1))
-        for width, active in ((verify.shape[1], torch.ones(batch)), (2, torch.arange(batch) == 0)):
+        for width, active in ((verify.shape[1], torch.ones(batch)), (2, torch.arange(batch) == 0))[:batch]:
             state = self._state(self._draw.positions(batch), active.long())
             call({"verify_ids": verify[:, :width], "logits": logits[:, :width], **drawn_from, **state, **numbers})
 
