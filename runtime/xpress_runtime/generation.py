@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,6 +17,7 @@ SPECULATION = ("on", "off", "auto")
 DRAFTERS = ("block", "autoregressive", "lookup")
 MAX_SEED = 2**63 - 1
 MAX_DRAFT_STEPS = 1024
+MAX_TOP_K = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,15 @@ class GenerationConfig:
 
     def __post_init__(self) -> None:
         _check_integer("max_new_tokens", self.max_new_tokens, 1)
-        _check_integer("top_k", self.top_k, 1, optional=True)
+        _check_integer("top_k", self.top_k, 1, MAX_TOP_K, optional=True)
         _check_integer("seed", self.seed, 0, MAX_SEED, optional=True)
         _check_integer("num_passes", self.num_passes, 0, optional=True)
         _check_integer("shortlist", self.shortlist, 0, optional=True)
         _check_integer("draft_steps", self.draft_steps, 1, MAX_DRAFT_STEPS)
-        _check_number("temperature", self.temperature, "of 0 or at least 1e-6", lambda value: value == 0 or value >= 1e-6)
+        _check_number("temperature", self.temperature, "of 0 or from 1e-6 to 100", lambda value: value == 0 or 1e-6 <= value <= 100)
         _check_number("top_p", self.top_p, "over 0 and at most 1", lambda value: 0 < value <= 1)
         _check_number("min_p", self.min_p, "from 0 to 1", lambda value: 0 <= value <= 1)
-        _check_number("repetition_penalty", self.repetition_penalty, "over 0 and at most 1000", lambda value: 0 < value <= 1000)
+        _check_number("repetition_penalty", self.repetition_penalty, "from 0.001 to 1000", lambda value: 1e-3 <= value <= 1000)
         for name in ("presence_penalty", "frequency_penalty"):
             _check_number(name, getattr(self, name), "from -2 to 2", lambda value: -2 <= value <= 2)
         for name, choices in (("speculation", SPECULATION), ("drafter", DRAFTERS)):
@@ -107,7 +107,8 @@ def _check_integer(name: str, value: object, least: int, most: int | None = None
 
 
 def _check_number(name: str, value: object, expected: str, allowed: Callable[[float], bool]) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not allowed(value):
+    # An integer may be too large for a float, and none of these numbers is.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e9 < value < 1e9 or not allowed(value):
         raise OptionError(f"{name} is {value!r}, expected a number {expected}")
 
 

@@ -202,6 +202,13 @@ def _check(manifest: Manifest, origin: str) -> None:
     target, drafter, num_proposals = manifest.target, manifest.drafter, manifest.drafter.num_proposals
     if 0 not in manifest.num_passes or max(manifest.num_passes) > num_proposals:
         raise BundleError(f"{origin}: num_passes {list(manifest.num_passes)} must contain 0 and stay at most {num_proposals}")
+    for what, numbers in (("num_passes", manifest.num_passes), ("shortlists", manifest.shortlists)):
+        if len(set(numbers)) != len(numbers):
+            raise BundleError(f"{origin}: {what} {list(numbers)} names a number twice")
+    if drafter.head is None and max(manifest.num_passes):
+        raise BundleError(f"{origin}: num_passes {list(manifest.num_passes)} needs a head, and the drafter's head is none")
+    if manifest.draft_model is not None and manifest.draft_model.layers == ():
+        raise BundleError(f"{origin}: draft_model: layers is empty, expected at least one")
     if manifest.cache_rows < manifest.capacity + manifest.prefill_chunk + manifest.drafter.block_size:
         raise BundleError(f"{origin}: {manifest.cache_rows} cache rows cannot hold a capacity of {manifest.capacity} tokens")
     for what, token in (("mask_token_id", drafter.mask_token_id), *(("stop_token_ids", token) for token in target.stop_token_ids)):

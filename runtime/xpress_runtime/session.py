@@ -123,8 +123,9 @@ class Session:
             raise OptionError("stop strings need a tokenizer, and this bundle has none; use stop_token_ids")
         progress = RequestProgress(config, stop_token_ids=self.bundle.manifest.target.stop_token_ids, room=room, tokenizer=self.tokenizer)
         with self._lock:
-            loop = self._loops.loop(self.open_plan(), config)
+            # First: making a loop may work on the caches, and an older stream must not go on from there.
             self._generation += 1
+            loop = self._loops.loop(self.open_plan(), config)
             return GenerationStream(self, loop, tokens, config, progress, self._generation)
 
     def encode(self, prompt: Prompt) -> list[int]:

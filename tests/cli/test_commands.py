@@ -18,6 +18,7 @@ from tests.cli.invoke import Result, invoke, listing
 from tests.conftest import Built
 from xpress_runtime.backends import registry
 from xpress_runtime.backends.registry import BackendStatus
+from xpress_runtime.graph_names import graph_names
 from xpress_runtime.version import BUNDLE_FORMAT, VERSION
 
 ROUND = "drafts before refinement"

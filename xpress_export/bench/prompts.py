@@ -23,6 +23,7 @@ BUILT_IN_SETS = ("math", "code", "chat")
 DEFAULT_NUM_PROMPTS = 10
 _EXCERPT_CHARACTERS = 160
 # As a name in tables, in job ids and in the first cell of a spreadsheet's row, where "=" would begin a formula.
+_MAX_BYTES = 64 << 20
 _FAMILY = re.compile(r"\w[\w .+-]{0,39}")
 
 
@@ -66,6 +67,11 @@ def read_prompts(path: Path, num_prompts: int | None = None) -> list[PromptLine]
     Raises OptionError where the file cannot be used, PromptError with the number of a line that cannot.
     """
     try:
+        # A pipe would wait for a writer, a device never end.
+        if path.exists() and not path.is_file():
+            raise OptionError(f"--prompts {path} is not a file, expected one with a prompt a line")
+        if path.exists() and path.stat().st_size > _MAX_BYTES:
+            raise OptionError(f"--prompts {path} has {path.stat().st_size} bytes, expected at most {_MAX_BYTES}; measure on a part of it")
         text = path.read_text(encoding="utf-8-sig")
     except OSError as problem:
         raise OptionError(f"--prompts {path} cannot be read: {problem.strerror}") from None

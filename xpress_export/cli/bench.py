@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xpress_export.cli.options import IntegersType, bundle_argument, combined, json_option, session_options
+from xpress_export.cli.options import IntegersType, bundle_argument, combined, json_option, refuse_unused_sampling, session_options
 from xpress_export.cli.progress import progress
 from xpress_export.cli.show import table
 from xpress_runtime.errors import OptionError
@@ -133,6 +133,7 @@ def command(
     from xpress_runtime.session import Session, WarningThresholds
 
     load_before = load_average()
+    refuse_unused_sampling({**sampling, "seed": None})
     config = GenerationConfig(seed=seed, **sampling)
     lines = _lines(prompts, sets, num_prompts)
     opened = Bundle.open(bundle, verify=not no_verify)

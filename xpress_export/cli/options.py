@@ -150,7 +150,9 @@ generation_options = combined(
     click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Over 1: against tokens of prompt and output."),
     click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="Against tokens that the output has."),
     click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="The same, for each time it has them."),
-    click.option("--seed", type=int, help="The same seed samples the same text, but for --speculation auto. Default: another one every time; --stats tells it."),
+    click.option(
+        "--seed", type=int, help="The same seed samples the same text, but for auto. Default: another one every time; --stats tells it."
+    ),
     click.option(
         "--speculation",
         type=click.Choice(SPECULATION),
@@ -189,7 +191,8 @@ def refuse_unused_sampling(options: Mapping[str, Any]) -> None:
     if options["temperature"] == 0:
         for name, off in unused.items():
             if options[name] != off:
-                raise OptionError(f"--{name.replace('_', '-')} is {options[name]}, and --temperature 0 samples nothing; give a temperature too")
+                option = f"--{name.replace('_', '-')}"
+                raise OptionError(f"{option} is {options[name]}, and --temperature 0 samples nothing; give a temperature too")
 
 
 warning_options = combined(

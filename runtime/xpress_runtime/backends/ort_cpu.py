@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from xpress_runtime.backends.base import Buffer, TensorInfo
 from xpress_runtime.bundle import Bundle
-from xpress_runtime.errors import BundleError
+from xpress_runtime.errors import BundleError, EnvironmentProblem
 from xpress_runtime.sets import AttentionForm, Precision, set_name
 
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -121,7 +121,14 @@ class OrtCpuBackend:
         """A system that swaps or overcommits has no figure to compare with."""
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ArrayBuffer:
-        return ArrayBuffer(np.zeros(shape, dtype))
+        try:
+            return ArrayBuffer(np.zeros(shape, dtype))
+        except (MemoryError, ValueError):
+            needed = math.prod(shape) * dtype.itemsize
+            raise EnvironmentProblem(
+                f"{needed / 1e9:.1f} GB of memory for a buffer of shape {list(shape)} are not there; "
+                "build the bundle with a smaller --capacity"
+            ) from None
 
     def load(self, bundle: Bundle, graph: str) -> OrtProgram:
         path = bundle.graph_path(self.graph_set, graph)
