@@ -1,6 +1,6 @@
 """Two tokens from the speculative sampler, 200,000 times, against the exact probabilities of what the target alone writes.
 
-Every value of every setting is in some of the fast cases, half of which run real graphs; the slow ones cross them. Bounds are in
+Every value of every setting is in some of the fast cases, most of which run real graphs; the slow ones cross them. Bounds are in
 :mod:`tests.sampling.goodness`.
 """
 
