@@ -124,7 +124,7 @@ def test_empty_file(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="cannot be read: No such file"):
         read_prompts(tmp_path / "absent.jsonl")
-    with pytest.raises(OptionError, match="cannot be read: Is a directory"):
+    with pytest.raises(OptionError, match="is not a file, expected one with a prompt a line"):
         read_prompts(tmp_path)
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}')
     with pytest.raises(OptionError, match="is not UTF-8 text"):

@@ -165,7 +165,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--temperature", "nan"), ("temperature is nan", "expected a number of 0 or at least 1e-6")),
+        (("--temperature", "nan"), ("temperature is nan", "expected a number of 0 or from 1e-6 to 100")),
         (("--temperature", "-1"), ("temperature is -1.0",)),
         (("--top-p", "0"), ("top_p is 0.0", "over 0 and at most 1")),
         (("--top-p", "1.5"), ("top_p is 1.5",)),

@@ -287,7 +287,7 @@ def test_generate_up_to_the_capacity(tiny: Built) -> None:
 
 
 def test_log_levels(tiny: Built) -> None:
-    arguments = ("generate", tiny.bundle.folder, "--tokens", "1,2", "--max-new-tokens", "5", "--ignore-stop")
+    arguments = ("generate", tiny.bundle.folder, "--tokens", "1,2", "--max-new-tokens", "12", "--ignore-stop")
     # No drafter is that good, and no round that quick.
     arguments += ("--warn-acceptance", "1.1", "--warn-round-ms", "0")
     logged = {level: invoke("--log-level", level, *arguments).assert_done().err for level in ("debug", "info", "warning", "error")}

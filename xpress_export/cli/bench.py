@@ -133,8 +133,8 @@ def command(
     from xpress_runtime.session import Session, WarningThresholds
 
     load_before = load_average()
-    refuse_unused_sampling({**sampling, "seed": None})
     config = GenerationConfig(seed=seed, **sampling)
+    refuse_unused_sampling({**sampling, "seed": None})
     lines = _lines(prompts, sets, num_prompts)
     opened = Bundle.open(bundle, verify=not no_verify)
     modes = {"steps": steps, "many_steps": many_steps, "num_passes": num_passes, "shortlist": shortlist}

@@ -181,8 +181,9 @@ def generation_config(options: Mapping[str, Any]) -> GenerationConfig:
         if given["num_passes"]:
             raise OptionError(f"--no-refiner means no passes, and --num-passes is {given['num_passes']}; leave one of them out")
         given["num_passes"] = 0
+    config = GenerationConfig(**given)
     refuse_unused_sampling(given)
-    return GenerationConfig(**given)
+    return config
 
 
 def refuse_unused_sampling(options: Mapping[str, Any]) -> None:
