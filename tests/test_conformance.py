@@ -68,12 +68,12 @@ def test_every_round(conformance: tuple[str, Built]) -> None:
             assert int(plan.buffers.anchor.read()[0]) == expected["anchor"]
             assert int(plan.buffers.predecessor.read()[0]) == expected["predecessor"]
             current = plan.begin_round(plan.block_size)
-            plan.draft()
+            BlockDrafter(plan, num_passes).draft()
             for passes, drafts in enumerate(expected["passes"]):
-                plan.refine(passes)
+                BlockDrafter(plan, passes).refine()
                 assert plan.drafts()[1][0].tolist() == drafts, f"round {round_index}, pass {passes}"
-            plan.verify(current)
-            plan.commit()
+            loop.verification.run(current)
+            loop.verification.commit()
             current.result.report.send()
             committed = plan.collect(current)
             assert int(committed.accepted[0]) == expected["accepted"]

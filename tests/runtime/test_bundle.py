@@ -117,7 +117,6 @@ WRONG: dict[type, list[Any]] = {
 OPTIONAL = {
     *((role, "origin", name) for role in ("target", "drafter", "draft_model") for name in ("revision", "licence")),
     ("draft_model",),
-    ("drafter", "head"),
     ("drafter", "head_rank"),
     ("draft_model", "layers"),
     ("drafter", "trained_with_thinking"),
