@@ -148,7 +148,8 @@ def _shown(measured: Measurements, summary: dict[str, Any]) -> str:
                 f"{summary['modes']['plain']['ms_per_token'] / made['ms_per_token']:.2f}x",
                 f"{made['mean_acceptance_length']:.2f}" if drafted else "1",
                 f"{summary['break_even_acceptance_length'][mode]:.2f}" if drafted else "",
-                " ".join(f"{share:.2f}" for share in made["acceptance_by_position"]),
+                # A slot that was never verified has none.
+                " ".join("-" if share is None else f"{share:.2f}" for share in made["acceptance_by_position"]),
             ]
         )
     lines.append(table(["", "ms per token", "speed-up", "tokens per round", "break-even", "accepted at position 1, 2, …"], rows))
