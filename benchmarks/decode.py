@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "engines"), str(ROOT / "runtime")]
@@ -33,6 +32,7 @@ from xpress_export.cli.show import size  # noqa: E402
 from xpress_export.demo.bundle import build_demo_bundle, demo_bundle_folder, find_demo_bundle, open_demo_checkpoints  # noqa: E402
 from xpress_export.demo.target import default_cache, demo_prompts, fetch_demo_target  # noqa: E402
 from xpress_runtime.generation import GenerationConfig  # noqa: E402
+from xpress_runtime.loop import PlainLoop  # noqa: E402
 from xpress_runtime.plan import Plan  # noqa: E402
 from xpress_runtime.session import Session  # noqa: E402
 from xpress_runtime.stats import GenerationStats, peak_memory_bytes  # noqa: E402
@@ -276,14 +276,15 @@ def _interleave(workers: dict[str, Worker], prompts: list[list[int]], max_new_to
 def _verify_ratio(session: Session, repeats: int = 60) -> float:
     """Median time of verifying a block over that of one token, taking turns at the same position."""
     plan = Plan(session.bundle, session.backend)
-    prompt = np.arange(100, 228)
-    plan.start(0, plan.prefill(0, prompt, with_drafter=False), int(prompt[-1]), len(prompt))
-    times: dict[str, list[float]] = {"block": [], "token": []}
-    current = plan.begin_round(plan.block_size)
+    loop = PlainLoop(plan)
+    loop.start(0, list(range(100, 228)), GenerationStats(128, 0, None))
+    widths = {"block": plan.block_size, "token": 1}
+    times: dict[str, list[float]] = {kind: [] for kind in widths}
     for _ in range(repeats):
-        for kind, step in (("block", plan.verify), ("token", plan.decode_one)):
+        for kind, width in widths.items():
             started = time.perf_counter()
-            step(current)
+            # Not committed, so the next one runs at the same position.
+            loop.verification.run(plan.begin_round(width))
             times[kind].append(time.perf_counter() - started)
     return statistics.median(times["block"]) / statistics.median(times["token"])
 

@@ -85,6 +85,10 @@ def command(
     quiet_libraries()
     target_checkpoint, drafter_checkpoint = open_pair(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
     resolved = resolved_options(target_checkpoint, drafter_checkpoint, options, chosen, profile)
+    if requests:
+        from xpress_export.engines_build import check_shortlists
+
+        check_shortlists(resolved.shortlists)
     model = opened_draft_model(target_checkpoint, draft_model, draft_model_revision, draft_layers)
     num_graphs = len(set_graph_names(resolved, model))
     with progress("build", num_graphs * (len(built) + len(requests)) + 2, quiet=as_json) as report:

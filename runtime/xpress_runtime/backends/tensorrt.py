@@ -23,6 +23,7 @@ from xpress_runtime.backends.engine import Engine, EngineContext, EngineLibrary
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.engines import EngineRecord, Engines, open_engines
 from xpress_runtime.errors import BundleError, EnvironmentProblem, OptionError
+from xpress_runtime.graph_names import refiner_name
 from xpress_runtime.sets import AttentionForm, Precision, set_name
 
 logger = logging.getLogger("xpress_runtime.backends")
@@ -96,7 +97,8 @@ class TensorRtBackend(DeviceBackend):
         self._check_machine(engines)
         self._check_rows(bundle, engines, num_rows)
         self.graph_set = manifest.graph_set
-        used = ("embed", "target", "head", "drafter", "accept", f"refiner-k{bundle.manifest.num_passes[0]}")
+        default = refiner_name(bundle.manifest.num_passes[0], bundle.manifest.shortlists[0])
+        used = ("embed", "target", "head", "drafter", "accept", default)
         weights = sum(manifest.engines[graph].bytes for graph in used)
         self._memory = MemoryPlan(bundle.manifest, manifest.graph_set, weights, num_rows)
         self._memory.check(*self.device.cuda.memory())
@@ -169,7 +171,8 @@ class TensorRtBackend(DeviceBackend):
                 f"build them again with: xpress-export engine BUNDLE --kind {self.name} --batch {num_rows} --force"
             )
         element = Precision(engines.manifest.precision).element_bytes
-        for caches in (bundle.manifest.target.caches, bundle.manifest.drafter.caches):
+        own = bundle.manifest.draft_model
+        for caches in (bundle.manifest.target.caches, bundle.manifest.drafter.caches, *([own.caches] if own is not None else [])):
             row_bytes = element * caches.num_kv_heads * bundle.manifest.cache_rows * caches.head_dim
             if num_rows > 1 and row_bytes % ALIGNMENT:
                 raise BundleError(
