@@ -16,11 +16,11 @@ from functools import partial
 from xpress_runtime.backlog import Backlog
 from xpress_runtime.drafters import BlockDrafter, Drafter
 from xpress_runtime.generation import GenerationConfig
-from xpress_runtime.loop import Loop
+from xpress_runtime.loop import Loop, SpeculativeLoop
 from xpress_runtime.plan import Committed, Plan, Round
 from xpress_runtime.sampling import SamplingForm
 from xpress_runtime.speculation import SpeculationPolicy, StageCosts
-from xpress_runtime.stats import GenerationStats, Stage
+from xpress_runtime.stats import GenerationStats
 from xpress_runtime.verification import Verification
 
 logger = logging.getLogger("xpress_runtime.auto")
@@ -30,6 +30,8 @@ _REPEATS = 4
 
 class AutoLoop(Loop):
     """Drafted rounds of any width, and plain steps. ``policy`` None: one of its own, from costs that are measured now."""
+
+    stages = SpeculativeLoop.stages
 
     def __init__(
         self, plan: Plan, drafter: Drafter, form: SamplingForm, backlog: Backlog | None, policy: SpeculationPolicy | None = None
@@ -60,16 +62,13 @@ class AutoLoop(Loop):
             committed, confidence = self._drafted_round()
         else:
             committed, confidence = self._plain_round(), None
-        seconds = dict(zip(self.stages, committed.stage_seconds, strict=True))
-        for stage, spent in seconds.items():
-            stats.stage_seconds[stage] += spent
+        self._count_stages(committed, stats)
+        draft, refine, verify = committed.stage_seconds
         accepted, emitted = int(committed.accepted[0]), int(committed.num_emitted[0])
         if drafts:
-            self.policy.record_round(
-                committed.width, accepted, confidence, seconds[Stage.DRAFT] + seconds[Stage.REFINE], seconds[Stage.VERIFY]
-            )
+            self.policy.record_round(committed.width, accepted, confidence, draft + refine, verify)
         else:
-            self.policy.record_plain(seconds[Stage.VERIFY])
+            self.policy.record_plain(verify)
         self._text += committed.tokens[0, :emitted].tolist()
         self._num_missed = 0 if drafts else self._num_missed + emitted
         if self._backlog is not None:
@@ -82,7 +81,6 @@ class AutoLoop(Loop):
         return self.policy.explain()
 
     def _plain_round(self) -> Committed:
-        self.stages = (Stage.DRAFT, Stage.VERIFY)
         current = self.plan.begin_round(1)
         report = current.result.report
         report.begin()
@@ -90,10 +88,11 @@ class AutoLoop(Loop):
             assert isinstance(self._drafts, BlockDrafter)
             self._drafts.read_backlog()
         report.mark()
+        # Nothing to refine.
+        report.mark()
         return self._verified(current)
 
     def _drafted_round(self) -> tuple[Committed, list[float] | None]:
-        self.stages = (Stage.DRAFT, Stage.REFINE, Stage.VERIFY)
         current = self.plan.begin_round(self.plan.block_size)
         report = current.result.report
         confidence = None

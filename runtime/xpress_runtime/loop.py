@@ -63,11 +63,14 @@ class Loop(ABC):
         while len(self._queued) < (1 if verbose else self.plan.backend.rounds_in_flight):
             self._queued.append(self._queue())
         committed = self.plan.collect(self._queued.popleft())
-        for stage, seconds in zip(self.stages, committed.stage_seconds, strict=True):
-            stats.stage_seconds[stage] += seconds
+        self._count_stages(committed, stats)
         if verbose:
             self._log_drafts()
         return committed
+
+    def _count_stages(self, committed: Committed, stats: GenerationStats) -> None:
+        for stage, seconds in zip(self.stages, committed.stage_seconds, strict=True):
+            stats.stage_seconds[stage] += seconds
 
     @property
     def explanation(self) -> str | None:

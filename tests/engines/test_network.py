@@ -286,19 +286,25 @@ def test_outputs_of_two_caches_swapped(graphs: Path) -> None:
 # Precision.
 
 
-def widen(model: Model, node: Any) -> str:
-    """Compute a node in fp32, between casts; returns its name."""
+def computed_in(model: Model, node: Any, dtype: int, own: int, num_inputs: int | None = None) -> str:
+    """Compute a node of type ``own`` in another, between casts of its inputs (or of the first ones) and of its output; returns its name."""
+    taken = list(node.input)[:num_inputs]
     casts = [
-        helper.make_node("Cast", [name], [f"{name}_wide"], name=f"node_widen_{place}", to=TensorProto.FLOAT)
-        for place, name in enumerate(dict.fromkeys(node.input))
+        helper.make_node("Cast", [name], [f"{name}_cast"], name=f"node_cast_{place}", to=dtype)
+        for place, name in enumerate(dict.fromkeys(taken))
     ]
     insert_before(model, node, *casts)
     output = node.output[0]
-    node.input[:] = [f"{name}_wide" for name in node.input]
-    node.output[0] = f"{output}_wide"
+    node.input[: len(taken)] = [f"{name}_cast" for name in taken]
+    node.output[0] = f"{output}_cast"
     place = list(model.graph.node).index(node) + 1
-    model.graph.node.insert(place, helper.make_node("Cast", [node.output[0]], [output], name="node_narrow", to=TensorProto.FLOAT16))
+    model.graph.node.insert(place, helper.make_node("Cast", [node.output[0]], [output], name="node_cast_back", to=own))
     return str(node.name)
+
+
+def widen(model: Model, node: Any) -> str:
+    """Compute a node of a graph in half precision in fp32; returns its name."""
+    return computed_in(model, node, TensorProto.FLOAT, TensorProto.FLOAT16)
 
 
 @pytest.mark.parametrize(("graph", "operator", "index"), [("target", "MatMul", 3), ("target", "Add", -1), ("drafter", "MatMul", 2)])

@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from tests.conftest import Built
-from tests.engines.test_network import Model, assert_refused, check, insert_before, nodes, spoil, widen
+from tests.engines.test_network import Model, assert_refused, check, computed_in, insert_before, nodes, spoil, widen
 
 
 @pytest.fixture
@@ -56,17 +56,7 @@ def test_hidden_states_that_denoising_computes_with(graphs: Path) -> None:
 def test_half_precision_in_a_graph_that_has_none(graph: str, operator: str, graphs: Path) -> None:
     def narrow(model: Model) -> str:
         node = nodes(model, operator)[0]
-        insert_before(model, node, helper.make_node("Cast", [node.input[0]], ["narrow"], name="node_narrow", to=TensorProto.FLOAT16))
-        output = node.output[0]
-        node.input[0], node.output[0] = "narrow", "in_half"
-        for place in range(1, len(node.input)):
-            if operator == "Add":
-                extra = helper.make_node("Cast", [node.input[place]], ["narrow_too"], name="node_narrow_too", to=TensorProto.FLOAT16)
-                insert_before(model, node, extra)
-                node.input[place] = "narrow_too"
-        place = list(model.graph.node).index(node) + 1
-        model.graph.node.insert(place, helper.make_node("Cast", ["in_half"], [output], name="node_widen", to=TensorProto.FLOAT))
-        return str(node.name)
+        return computed_in(model, node, TensorProto.FLOAT16, TensorProto.FLOAT, 2 if operator == "Add" else 1)
 
     name = spoil(graphs / f"{graph}.onnx", narrow)
     assert name is not None
@@ -78,12 +68,7 @@ def test_noise_in_32_bits_would_wrap_around(graph: str, graphs: Path) -> None:
     def shorten(model: Model) -> str:
         integers = {value.name for value in model.graph.value_info if value.type.tensor_type.elem_type == TensorProto.INT64}
         node = next(node for node in nodes(model, "Mul") if node.output[0] in integers and node.input[0] == node.input[1])
-        insert_before(model, node, helper.make_node("Cast", [node.input[0]], ["short"], name="node_shorten", to=TensorProto.INT32))
-        output = node.output[0]
-        node.input[:], node.output[0] = ["short", "short"], "short_product"
-        place = list(model.graph.node).index(node) + 1
-        model.graph.node.insert(place, helper.make_node("Cast", ["short_product"], [output], name="node_lengthen", to=TensorProto.INT64))
-        return str(node.name)
+        return computed_in(model, node, TensorProto.INT32, TensorProto.INT64)
 
     name = spoil(graphs / f"{graph}.onnx", shorten)
     assert name is not None

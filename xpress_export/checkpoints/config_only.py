@@ -37,12 +37,13 @@ def open_pair_configs(
     target: str, drafter: str, *, target_revision: str | None = None, drafter_revision: str | None = None
 ) -> tuple[TargetCheckpoint, DrafterCheckpoint]:
     """As open_pair, from folders of which config.json alone is read, such files themselves, or hub ids of which no more is fetched."""
-    opened = _open_target(target, target_revision), _open_drafter(drafter, drafter_revision)
+    opened = open_target_config(target, target_revision), _open_drafter(drafter, drafter_revision)
     check_pairing(*opened)
     return opened
 
 
-def _open_target(reference: str, revision: str | None) -> TargetCheckpoint:
+def open_target_config(reference: str, revision: str | None) -> TargetCheckpoint:
+    """As open_target, from a config alone."""
     location = locate(reference, revision, config_only=True)
     model_type, config = read_target_config(_fields(location), location)
     table = (config.vocab_size, config.hidden_size)

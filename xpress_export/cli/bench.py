@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xpress_export.cli.options import IntegersType, bundle_argument, combined, json_option, refuse_unused_sampling, session_options
+from xpress_export.cli.options import (
+    IntegersType,
+    bundle_argument,
+    chat_option,
+    combined,
+    distribution_options,
+    json_option,
+    refuse_unused_sampling,
+    session_options,
+)
 from xpress_export.cli.progress import progress
 from xpress_export.cli.show import table
 from xpress_runtime.errors import OptionError
@@ -44,9 +53,7 @@ _prompt_options = combined(
     click.option(
         "--num-prompts", type=click.IntRange(1), help="Prompts of each set or family, the first ones. Default: 10 of a set, all of a file."
     ),
-    click.option(
-        "--chat/--raw", default=None, help="Send a prompt as a chat message, or as plain text. Default: chat where there is a template."
-    ),
+    chat_option,
 )
 _mode_options = combined(
     click.option(
@@ -66,12 +73,7 @@ _sampling_options = combined(
     click.option(
         "--temperature", type=float, default=0.0, show_default=True, help="0: greedy, and tokens are compared with plain decoding's."
     ),
-    click.option("--top-k", type=int, help="Sample from the K best tokens."),
-    click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample from the fewest tokens with this much probability."),
-    click.option("--min-p", type=float, default=0.0, show_default=True, help="Leave out tokens less likely than this times the best."),
-    click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Over 1: against tokens of prompt and output."),
-    click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="Against tokens that the output has."),
-    click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="The same, for each time it has them."),
+    distribution_options,
     click.option("--seed", type=int, default=0, show_default=True, help="Of sampling and of the intervals' bootstrap."),
     click.option("--repeats", type=click.IntRange(1, 1000), default=1, show_default=True, help="Generations of each prompt in each mode."),
 )

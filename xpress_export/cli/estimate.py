@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from xpress_export.cli.options import IntegersType, combined, resolved_options
+from xpress_export.cli.options import IntegersType, combined, opened_draft_model, resolved_options
 from xpress_export.cli.quiet import quiet_libraries
 from xpress_export.cli.show import size, table
-from xpress_runtime.errors import OptionError
 from xpress_runtime.sets import Precision
 
 if TYPE_CHECKING:
@@ -72,18 +71,13 @@ def shown_estimate(
         raise click.UsageError("--estimate needs --target and --drafter", click.get_current_context())
     from xpress_engines.profiles import load_profile
     from xpress_export.checkpoints.config_only import open_pair_configs
-    from xpress_export.checkpoints.draft_model_config import open_draft_model_config
     from xpress_export.estimate import estimate_bundle
 
     quiet_libraries()
     opened = open_pair_configs(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
     chosen = load_profile(profile) if profile is not None else None
     resolved = resolved_options(*opened, {**options, "shortlists": shortlist, "sampling": not no_sampling}, chosen, profile)
-    model = None
-    if draft_model is not None or draft_layers is not None:
-        model = open_draft_model_config(draft_model, draft_model_revision, draft_layers, opened[0])
-    elif draft_model_revision is not None:
-        raise OptionError("--draft-model-revision is given without --draft-model; leave it out")
+    model = opened_draft_model(opened[0], draft_model, draft_model_revision, draft_layers, config_only=True)
     wanted = [Precision(name) for name in dict.fromkeys(precisions or ("fp32", "fp16"))]
     estimate = estimate_bundle(*opened, resolved, wanted, model)
     return _json(estimate, resolved) if as_json else _text(*opened, model, estimate, resolved)

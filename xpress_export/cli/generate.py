@@ -11,6 +11,7 @@ import click
 
 from xpress_export.cli.options import (
     bundle_argument,
+    chat_option,
     combined,
     generation_config,
     generation_options,
@@ -25,9 +26,7 @@ from xpress_runtime.errors import PromptError
 @bundle_argument
 @click.argument("prompt", required=False)
 @combined(
-    click.option(
-        "--chat/--raw", default=None, help="Send the prompt as a chat message, or as plain text. Default: chat where there is a template."
-    ),
+    chat_option,
     click.option("--system", help="A system message before a chat prompt."),
     click.option("--tokens", help="The prompt as comma-separated token ids instead of text."),
     click.option("--stats", is_flag=True, help="Print acceptance and times to standard error."),

@@ -139,17 +139,25 @@ session_options = combined(
     click.option("--no-verify", is_flag=True, help="Do not hash the bundle's files before use."),
 )
 
-generation_options = combined(
-    click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Tokens to generate at most."),
-    click.option("--stop", multiple=True, help="A string that ends the text; may be given several times."),
-    click.option("--ignore-stop", is_flag=True, help="Go on past stop tokens."),
-    click.option("--temperature", type=float, default=0.0, show_default=True, help="0: the best token every time; over 0: sampling."),
+chat_option = click.option(
+    "--chat/--raw", default=None, help="Send a prompt as a chat message, or as plain text. Default: chat where there is a template."
+)
+
+distribution_options = combined(
     click.option("--top-k", type=int, help="Sample from the K best tokens."),
     click.option("--top-p", type=float, default=1.0, show_default=True, help="Sample from the fewest tokens with this much probability."),
     click.option("--min-p", type=float, default=0.0, show_default=True, help="Leave out tokens less likely than this times the best."),
     click.option("--repetition-penalty", type=float, default=1.0, show_default=True, help="Over 1: against tokens of prompt and output."),
     click.option("--presence-penalty", type=float, default=0.0, show_default=True, help="Against tokens that the output has."),
     click.option("--frequency-penalty", type=float, default=0.0, show_default=True, help="The same, for each time it has them."),
+)
+
+generation_options = combined(
+    click.option("--max-new-tokens", type=int, default=128, show_default=True, help="Tokens to generate at most."),
+    click.option("--stop", multiple=True, help="A string that ends the text; may be given several times."),
+    click.option("--ignore-stop", is_flag=True, help="Go on past stop tokens."),
+    click.option("--temperature", type=float, default=0.0, show_default=True, help="0: the best token every time; over 0: sampling."),
+    distribution_options,
     click.option(
         "--seed", type=int, help="The same seed samples the same text, but for auto. Default: another one every time; --stats tells it."
     ),
@@ -203,16 +211,20 @@ warning_options = combined(
 
 
 def opened_draft_model(
-    target: TargetCheckpoint, reference: str | None, revision: str | None, layers: tuple[int, ...] | None
+    target: TargetCheckpoint, reference: str | None, revision: str | None, layers: tuple[int, ...] | None, *, config_only: bool = False
 ) -> DraftModelCheckpoint | None:
-    """The autoregressive drafter that :data:`draft_model_options` ask for, if any. Raises what opening it raises."""
+    """The autoregressive drafter that :data:`draft_model_options` ask for, if any; by its config alone where ``target`` is known by that.
+
+    Raises what opening it raises.
+    """
     from xpress_export.checkpoints import open_draft_model
+    from xpress_export.checkpoints.draft_model_config import open_draft_model_config
 
     if reference is None and revision is not None:
         raise OptionError("--draft-model-revision is given without --draft-model; leave it out")
     if reference is None and layers is None:
         return None
-    return open_draft_model(reference, revision, layers, target)
+    return (open_draft_model_config if config_only else open_draft_model)(reference, revision, layers, target)
 
 
 def resolved_options(

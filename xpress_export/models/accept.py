@@ -108,7 +108,10 @@ class AcceptSampled(nn.Module):
         q = _drawn_probability(
             draft_scores.index_select(1, slots), drafts, None if candidates is None else candidates.index_select(1, slots)
         )
-        uniform = uniform_of(self.noise.coefficients(noise_key, position, ACCEPTANCE_SLOT + 1 + slots))
+        # The final token's, then one for each draft.
+        final_slot = torch.full((1,), FINAL_SLOT, dtype=torch.int64, device=verify_ids.device)
+        coefficients = self.noise.coefficients(noise_key, position, torch.cat([final_slot, ACCEPTANCE_SLOT + 1 + slots]))
+        uniform = uniform_of(coefficients[:, 1:])
         # Accepted with probability min(1, p / q).
         is_sampled = sampled[:, None] == 1
         kept = (is_sampled & (q > 0) & (uniform * q < p)) | (~is_sampled & (drafts == best[:, :-1]))
@@ -121,8 +124,7 @@ class AcceptSampled(nn.Module):
         q_row = _spread(draft_scores, candidates, last.clamp(max=draft_scores.shape[1] - 1), p_row) * rejected
         rest = (p_row - q_row).clamp(min=0)
         rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, p_row)
-        final_slot = torch.full((1,), FINAL_SLOT, dtype=torch.int64, device=verify_ids.device)
-        race = self.noise.exponential(self.noise.coefficients(noise_key, position, final_slot))[:, 0]
+        race = self.noise.exponential(coefficients[:, :1])[:, 0]
         final = torch.where(sampled == 1, (rest / race).argmax(dim=-1), best.gather(1, last)[:, 0])
 
         shifted = torch.cat([drafts, verify_ids[:, :1]], dim=1)
@@ -140,9 +142,7 @@ class Sample(nn.Module):
 
     def forward(self, logits: Tensor, position: Tensor, noise_key: Tensor, inverse_temperature: Tensor, sampled: Tensor) -> Tensor:
         final_slot = torch.full((1,), FINAL_SLOT, dtype=torch.int64, device=logits.device)
-        gumbel = self.noise.gumbel(self.noise.coefficients(noise_key, position, final_slot))
-        scores = logits * inverse_temperature[:, None, None] + gumbel * sampled[:, None, None].float()
-        return scores.argmax(dim=-1)
+        return self.noise.draw(logits, final_slot, noise_key, position, inverse_temperature, sampled)
 
 
 def _prefix(kept: Tensor) -> Tensor:

@@ -71,6 +71,5 @@ class DraftStepSampled(nn.Module):
         sampled: Tensor,
     ) -> tuple[Tensor, Tensor]:
         logits = self.step.in_vocabulary(logits)
-        gumbel = self.noise.gumbel(self.noise.coefficients(noise_key, position, slot))
-        scores = logits * inverse_temperature[:, None, None] + gumbel * sampled[:, None, None].float()
-        return scores.argmax(dim=-1), self.step.collect(logits, collected)
+        token = self.noise.draw(logits, slot, noise_key, position, inverse_temperature, sampled)
+        return token, self.step.collect(logits, collected)

@@ -73,6 +73,13 @@ class TokenNoise(nn.Module):
         """As :meth:`exponential`, Gumbel(0, 1): the argmax of logits + noise is a draw from their softmax."""
         return -torch.log(self.exponential(coefficients, candidates))
 
+    def draw(
+        self, logits: Tensor, slot: Tensor, noise_key: Tensor, position: Tensor, inverse_temperature: Tensor, sampled: Tensor
+    ) -> Tensor:
+        """Logits [B, 1, V] of one ``slot`` [1] → token [B, 1]: drawn, or the best in rows of ``sampled`` [B] = 0."""
+        noise = self.gumbel(self.coefficients(noise_key, position, slot)) * sampled[:, None, None].float()
+        return (logits * inverse_temperature[:, None, None] + noise).argmax(dim=-1)
+
 
 def uniform_of(coefficients: Tensor) -> Tensor:
     """coefficients [B, S, 4] → one number over 0 and below 1 each, [B, S] fp32."""

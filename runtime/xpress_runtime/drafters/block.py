@@ -23,6 +23,9 @@ class BlockDrafter(Drafter):
     """``num_passes`` and ``shortlist`` are built ones. ``backlog``: where the context waits, if not in the last round's taps."""
 
     name = "block"
+    num_passes: int
+    shortlist: int
+    draft_steps: int
 
     def __init__(
         self,
@@ -39,14 +42,13 @@ class BlockDrafter(Drafter):
         self.shortlist = shortlist if num_passes else 0
         # How many slots are filled after each step. Steps that would fill none are left out: they would draft the same again.
         self.fills = slots_filled(plan.block_size - 1, draft_steps)
-        self._num_steps = self.draft_steps = len(self.fills)
+        self.draft_steps = len(self.fills)
         self._backlog = backlog
         plan.load("drafter", refiner_name(num_passes, self.shortlist, sampled=sampled))
-        if self._num_steps > 1:
+        if self.draft_steps > 1:
             plan.load("denoise")
 
     def drawn_from(self) -> DrawnFrom:
-        assert self.num_passes is not None and self.shortlist is not None
         return drafted_scores(self.plan, self.num_passes, self.shortlist, sampled=self.sampled, base_logits=self._drafted()[1])
 
     def read_chunk(self, row: int, width: int) -> None:
@@ -60,17 +62,16 @@ class BlockDrafter(Drafter):
         taps, width = (self.plan.buffers.taps, self.plan.block_size) if self._backlog is None else self._backlog.context()
         key = ("draft", width, self._backlog is not None)
         self.plan.run(key, partial(self._bind_draft, self.plan.buffers.block_ids, taps, width))
-        if self._num_steps == 1:
+        if self.draft_steps == 1:
             return
         memory = self.plan.part(_DenoiseMemory)
         for step, num_filled in enumerate(self.fills):
             self.plan.run(("denoise", num_filled, step == 0, step % 2), partial(memory.bind, num_filled, step))
-            if step + 1 < self._num_steps:
+            if step + 1 < self.draft_steps:
                 ids = memory.ids[step % 2]
                 self.plan.run(("draft again", step % 2, *key), partial(self._bind_draft, ids, taps, width))
 
     def refine(self) -> None:
-        assert self.num_passes is not None and self.shortlist is not None
         hidden, base_logits = self._drafted()
         bind = partial(bind_refiner, self.plan, self.num_passes, self.shortlist)
         self.plan.run(
@@ -91,13 +92,13 @@ class BlockDrafter(Drafter):
         self._backlog.clear()
 
     @property
-    def _variant(self) -> tuple[int | None, int | None, bool]:
+    def _variant(self) -> tuple[int, int, bool]:
         return self.num_passes, self.shortlist, self.sampled
 
     @property
     def _last_set(self) -> int | None:
         """Which half of the denoising memory the last step leaves its block in."""
-        return (self._num_steps - 1) % 2 if self._num_steps > 1 else None
+        return (self.draft_steps - 1) % 2 if self.draft_steps > 1 else None
 
     def _drafted(self) -> tuple[Buffer, Buffer]:
         """Hidden states [B, P, H] and base logits [B, P-1, V] of the whole block."""
