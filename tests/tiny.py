@@ -24,12 +24,16 @@ TARGET_SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
     "bos_token_id": None,
+    "pad_token_id": None,
     "eos_token_id": 1,
 }
 
+# No field of these families: their heads always divide the hidden size.
+NO_HEAD_DIM = ("qwen2", "phi3")
+
 
 def write_target(folder: Path, model_type: str = "llama", *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any) -> Any:
-    """Save a random causal LM of ``model_type`` (llama, qwen2, qwen3, mistral) and return the transformers model, in eval mode.
+    """Save a random causal LM of any supported ``model_type`` and return the transformers model, in eval mode.
 
     ``overrides`` are fields of the family's config class. Biases and norm weights are random too, so that a forgotten one shows.
     """
@@ -38,8 +42,7 @@ def write_target(folder: Path, model_type: str = "llama", *, seed: int = 0, max_
     fields = dict(TARGET_SIZES)
     if model_type == "mistral":
         fields["sliding_window"] = None
-    if model_type == "qwen2":
-        # No field of this family: its heads always divide the hidden size.
+    if model_type in NO_HEAD_DIM:
         del fields["head_dim"]
     config = AutoConfig.for_model(model_type, **(fields | overrides))
     torch.manual_seed(seed)
@@ -47,7 +50,9 @@ def write_target(folder: Path, model_type: str = "llama", *, seed: int = 0, max_
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
+                # Gemma's are stored less one.
+                one = 0 if model_type.startswith("gemma") else 1
+                parameter.copy_(one + 0.2 * torch.randn_like(parameter))
             elif name.endswith("bias"):
                 parameter.copy_(0.2 * torch.randn_like(parameter))
             else:

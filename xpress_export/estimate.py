@@ -17,6 +17,7 @@ from torch import nn
 from xpress_export.build import ATTENTION_FORMS, describe
 from xpress_export.checkpoints import DrafterCheckpoint, DraftModelCheckpoint, TargetCheckpoint
 from xpress_export.graph_set import graph_makers
+from xpress_export.models.rope import RopeConfig, distinct_ropes
 from xpress_export.options import BuildOptions, cache_rows
 from xpress_runtime.graph_names import SAMPLED
 from xpress_runtime.manifest import FileRecord, GraphSet, Manifest
@@ -217,13 +218,13 @@ def _stored_as(graph: str, name: str, made_of: _Checkpoints) -> str:
     """One name for all tensors of a set that have the same content, which the export stores once."""
     target, draft_model = made_of.target, made_of.draft_model
     owner, _, tensor = name.rpartition(".")
-    owner = owner.rpartition(".")[2]
-    if owner == "noise":
+    rope = _rope_of(graph, name, made_of)
+    if rope is not None:
+        return f"{rope}: {tensor}"
+    if owner.rpartition(".")[2] == "noise":
         return f"noise: {tensor}"
     if graph == "head" and target.config.tied_embeddings:
         graph = "embed"
-    elif graph == "drafter" and owner == "rotary" and target.config.rope == made_of.drafter.config.backbone.rope:
-        graph = "target"
     elif graph.startswith("refiner-"):
         graph = "refiner"
     elif draft_model is not None and graph == "draft-head" and draft_model.config.tied_embeddings:
@@ -234,9 +235,19 @@ def _stored_as(graph: str, name: str, made_of: _Checkpoints) -> str:
             # Some of the target's own layers.
             first, _, rest = name.removeprefix("layers.").partition(".")
             return f"target: layers.{draft_model.layers[int(first)]}.{rest}" if name.startswith("layers.") else f"target: {name}"
-        if owner == "rotary" and target.config.rope == draft_model.config.rope:
-            graph = "target"
     return f"{graph}: {name}"
+
+
+def _rope_of(graph: str, name: str, made_of: _Checkpoints) -> RopeConfig | None:
+    """The rotary embedding whose table this is; equal ones have equal tables, whichever model they are of."""
+    parts = name.removeprefix("decoder.").split(".")
+    if parts[0] != "rotary":
+        return None
+    config = {"target": made_of.target.config, "drafter": made_of.drafter.config.backbone}.get(graph)
+    if config is None:
+        assert made_of.draft_model is not None, f"graph {graph} rotates nothing"
+        config = made_of.draft_model.config
+    return distinct_ropes(layer.rope for layer in config.layers)[int(parts[1])]
 
 
 def _fit(gib: int, manifest: Manifest, bytes_per_row: int) -> GpuFit:

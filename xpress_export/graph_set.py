@@ -119,7 +119,7 @@ def graph_makers(
         **_draft_model_makers(draft_model, options, precision, form, block_size=block_size, vocab_size=vocab_size),
         "embed": lambda: embed_graph(in_precision(target.embedding(), precision)),
         "head": lambda: head_graph(in_precision(target.head(), precision)),
-        "drafter": lambda: drafter_graph(in_precision(drafter.drafter(options.cache_rows, form), precision)),
+        "drafter": lambda: drafter_graph(in_precision(drafter.drafter(options.cache_rows, form, target.config.embedding_scale), precision)),
         "target": lambda: target_graph(in_precision(target.decoder(config.tap_layers, options.cache_rows, form), precision)),
     }
     return {name: makers[name] for name in set_graph_names(options, draft_model)}

@@ -101,6 +101,14 @@ class Fields:
                 raise self._wrong(name, value, f"a list of integers from {minimum} to {maximum}")
         return tuple(value)
 
+    def numbers(self, name: str, minimum: float = -math.inf, maximum: float = math.inf) -> tuple[float, ...]:
+        """A list of numbers in a range; may be empty."""
+        value = self.required(name)
+        if not isinstance(value, list):
+            raise self._wrong(name, value, "a list of numbers")
+        items = Fields({str(index): item for index, item in enumerate(value)}, f"{self.origin}: {name}", self.error)
+        return tuple(items.number(index, minimum, maximum) for index in items)
+
     def texts(self, name: str) -> tuple[str, ...]:
         """A list of strings; may be empty."""
         value = self.required(name)

@@ -11,8 +11,8 @@ import torch
 from tests.checkpoints.replay import TargetRun
 from tests.tiny import TARGET_SIZES, edit_json, write_target
 from xpress_export.checkpoints import open_target
-from xpress_export.checkpoints.decoder_config import DEFAULT_RMS_NORM_EPS, FAMILIES
-from xpress_export.checkpoints.rope_config import DEFAULT_THETA
+from xpress_export.checkpoints.decoder_config import ACTIVATIONS
+from xpress_export.checkpoints.families import FAMILIES
 from xpress_export.models.rope import rotary_tables
 from xpress_runtime.sets import AttentionForm
 
@@ -21,6 +21,13 @@ IDS = [5, 17, 60, 0, 33, 2, 2, 41, 9]
 CHUNKS = (5, 3, 1)
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}
+GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0625, "logits_scaling": 8.0}
+FULL, SLIDING = "full_attention", "sliding_attention"
+GEMMA3_ROPES = {
+    FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e3},
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 5e5},
@@ -47,7 +54,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-bias-tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     "qwen3-inactive-window": ("qwen3", {"use_sliding_window": False, "sliding_window": 4}),
+    "qwen3-window": ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen3-layer-types": ("qwen3", {"use_sliding_window": True, "sliding_window": 3, "layer_types": [SLIDING, FULL, SLIDING]}),
+    "qwen2-window-of-one": ("qwen2", {"use_sliding_window": True, "sliding_window": 1, "max_window_layers": 0}),
     "mistral": ("mistral", {}),
+    "mistral-window": ("mistral", {"sliding_window": 4}),
+    "mistral-long-window": ("mistral", {"sliding_window": 1000}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+    "smollm3-untied": ("smollm3", {"tie_word_embeddings": False, "no_rope_layer_interval": 2, "attention_bias": True, "mlp_bias": True}),
+    "smollm3-listed": ("smollm3", {"no_rope_layers": [0, 1, 0]}),
+    "smollm3-window": ("smollm3", {"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 4}),
+    "granite": ("granite", {}),
+    "granite-factors": ("granite", GRANITE),
+    "granite-biases": ("granite", GRANITE | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "phi3": ("phi3", {}),
+    "phi3-window": ("phi3", {"sliding_window": 4, "num_key_value_heads": 4}),
+    "phi3-partial": ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.8}}),
+    "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.4}, "original_max_position_embeddings": 64}),
+    "gemma2": ("gemma2", {}),
+    "gemma2-window": ("gemma2", {"sliding_window": 4, "query_pre_attn_scalar": 7, "attn_logit_softcapping": 0.5}),
+    "gemma2-uncapped": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}),
+    "gemma2-low-cap": ("gemma2", {"final_logit_softcapping": 0.3}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3-window": ("gemma3_text", {"sliding_window": 3, "layer_types": [SLIDING, FULL, SLIDING], "rope_parameters": GEMMA3_ROPES}),
+    "gemma3-all-full": ("gemma3_text", {"layer_types": [FULL] * 3, "head_dim": 10, "num_key_value_heads": 1}),
     "mistral-wide-queries": ("mistral", {"head_dim": 20}),
     **{f"llama-{name}": ("llama", {"rope_parameters": rope}) for name, rope in ROPES.items()},
 }
@@ -78,7 +108,8 @@ def test_rotary_tables_are_transformers_own(name: str, tmp_path: Path) -> None:
     positions = torch.arange(128)
     cos, sin = model.model.rotary_emb(torch.zeros(1), positions[None])
     config = open_target(str(tmp_path)).config
-    tables = rotary_tables(config.rope, 128)
+    assert config.layers[0].rope is not None
+    tables = rotary_tables(config.layers[0].rope, 128)
     half = config.head_dim // 2
     assert torch.allclose(tables.cos, cos[0, :, :half], atol=2e-5)
     assert torch.allclose(tables.sin, sin[0, :, :half], atol=2e-5)
@@ -104,7 +135,9 @@ def test_outer_original_length_outranks_the_inner(tmp_path: Path) -> None:
     write_target(tmp_path, rope_parameters=ROPES["yarn"])
     edit_json(tmp_path / "config.json", original_max_position_embeddings=16)
     assert_equals(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval())
-    assert open_target(str(tmp_path)).config.rope.scaling["original_max_position_embeddings"] == 16
+    rope = open_target(str(tmp_path)).config.layers[0].rope
+    assert rope is not None
+    assert dict(rope.scaling)["original_max_position_embeddings"] == 16
 
 
 def test_sharded_is_the_same_checkpoint(tmp_path: Path) -> None:
@@ -131,20 +164,64 @@ def test_defaults_are_transformers(model_type: str) -> None:
     from transformers import AutoConfig
 
     family, theirs = FAMILIES[model_type], AutoConfig.for_model(model_type)
-    assert (family.default_kv_heads or theirs.num_attention_heads) == theirs.num_key_value_heads
-    assert (family.default_head_dim or theirs.hidden_size // theirs.num_attention_heads) == getattr(theirs, "head_dim", 128)
-    assert family.default_max_positions == theirs.max_position_embeddings
-    assert type(theirs).default_theta == DEFAULT_THETA
-    assert theirs.rms_norm_eps == DEFAULT_RMS_NORM_EPS
-    assert theirs.hidden_act == "silu"
-    assert not theirs.tie_word_embeddings
+    derived = theirs.hidden_size // theirs.num_attention_heads
+    assert (family.kv_heads or theirs.num_attention_heads) == theirs.num_key_value_heads
+    assert (family.head_dim or derived) == getattr(theirs, "head_dim", derived)
+    assert family.max_positions == theirs.max_position_embeddings
+    ropes = theirs.rope_parameters
+    assert family.theta == ropes.get(FULL, ropes)["rope_theta"]
+    assert family.local_theta == ropes.get(SLIDING, {}).get("rope_theta")
+    assert family.rms_norm_eps == theirs.rms_norm_eps
+    assert ACTIVATIONS[getattr(theirs, "hidden_act", None) or theirs.hidden_activation] == family.activation
+    assert family.tied == theirs.tie_word_embeddings
     assert not getattr(theirs, "attention_bias", False)
     assert not getattr(theirs, "mlp_bias", False)
     assert hasattr(theirs, "mlp_bias") == family.reads_mlp_bias
     assert hasattr(theirs, "attention_bias") == family.reads_attention_bias
-    assert hasattr(theirs, "use_sliding_window") == family.optional_window
-    if not family.optional_window:
-        assert getattr(theirs, "sliding_window", None) == family.default_sliding_window
+    assert hasattr(theirs, "use_sliding_window") == (family.windows == "switched")
+    if family.windows != "switched":
+        assert getattr(theirs, "sliding_window", None) == family.window
+    assert getattr(theirs, "max_window_layers", family.max_window_layers) == family.max_window_layers
+    assert getattr(theirs, "no_rope_layer_interval", None) == family.no_rope_interval
+    assert getattr(theirs, "query_pre_attn_scalar", None) == family.query_scalar
+    assert getattr(theirs, "attn_logit_softcapping", None) == family.attention_cap
+    assert getattr(theirs, "final_logit_softcapping", None) == family.logit_cap
+    for name in family.own_fields:
+        assert hasattr(theirs, name)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_layers_without_layer_types_are_transformers(model_type: str, tmp_path: Path) -> None:
+    """Which layers have a window and which rotate, where a config says neither."""
+    from transformers import AutoConfig
+
+    write_target(tmp_path, model_type, num_hidden_layers=7, use_sliding_window=True, max_window_layers=4, sliding_window=5)
+    if FAMILIES[model_type].windows == "never":
+        edit_json(tmp_path / "config.json", sliding_window=...)
+    edit_json(tmp_path / "config.json", layer_types=..., no_rope_layers=...)
+    config, theirs = open_target(str(tmp_path)).config, AutoConfig.from_pretrained(tmp_path)
+    everywhere = SLIDING if FAMILIES[model_type].windows == "all" else FULL
+    kinds = getattr(theirs, "layer_types", None) or [everywhere] * 7
+    assert [layer.window for layer in config.layers] == [5 if kind == SLIDING else None for kind in kinds]
+    assert [layer.rope is not None for layer in config.layers] == [bool(flag) for flag in getattr(theirs, "no_rope_layers", [1] * 7)]
+
+
+def test_old_layout_of_gemma3(tmp_path: Path) -> None:
+    """Bases side by side, scaling for the layers without a window alone, and a pattern in the place of layer types."""
+    from transformers import AutoModelForCausalLM
+
+    write_target(tmp_path, "gemma3_text", sliding_window=3)
+    changes = {"rope_theta": 5e5, "rope_local_base_freq": 2e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    edit_json(tmp_path / "config.json", rope_parameters=..., layer_types=..., sliding_window_pattern=2, **changes)
+    assert_equals(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval())
+    config = open_target(str(tmp_path)).config
+    assert [layer.rope.theta if layer.rope else None for layer in config.layers] == [2e3, 5e5, 2e3]
+
+
+def test_longrope_ends_where_its_frequencies_change(tmp_path: Path) -> None:
+    rope = LONGROPE | {"partial_rotary_factor": 0.4}
+    write_target(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=64, max_position_embeddings=256)
+    assert open_target(str(tmp_path)).config.max_positions == 64
 
 
 def test_bare_config_is_read_like_transformers(tmp_path: Path) -> None:

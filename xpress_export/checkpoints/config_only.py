@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from xpress_export.checkpoints.drafter import DrafterCheckpoint, drafter_plan, folded_tensors, read_drafter_config, refiner_plan
+from xpress_export.checkpoints.families import FAMILIES
 from xpress_export.checkpoints.locate import CONFIG_FILE, Location, locate
 from xpress_export.checkpoints.packing import expected_tensors
 from xpress_export.checkpoints.pairing import check_pairing
@@ -48,7 +49,9 @@ def open_target_config(reference: str, revision: str | None) -> TargetCheckpoint
     model_type, config = read_target_config(_fields(location), location)
     table = (config.vocab_size, config.hidden_size)
     tables = {EMBEDDING: table} if config.tied_embeddings else {EMBEDDING: table, HEAD: table}
-    return TargetCheckpoint(location, model_type, config, ShapesOnly(tables | expected_tensors(decoder_plan(config))), (), None)
+    return TargetCheckpoint(
+        location, model_type, config, ShapesOnly(tables | expected_tensors(decoder_plan(config, FAMILIES[model_type].layout))), (), None
+    )
 
 
 def _open_drafter(reference: str, revision: str | None) -> DrafterCheckpoint:

@@ -1,4 +1,4 @@
-"""A config.json of the Llama, Qwen2, Qwen3 or Mistral family → :class:`DecoderConfig`.
+"""A config.json of one of the target families (families.py) → :class:`DecoderConfig`.
 
 Whatever the decoder does not compute is refused here, by field and value: a silently ignored switch would give wrong numbers, not an error.
 This module knows nothing about tensors.
@@ -10,73 +10,17 @@ import difflib
 import json
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from xpress_export.checkpoints.families import FAMILIES, REFUSED_TYPES, Family
+from xpress_export.checkpoints.layer_config import read_layers
 from xpress_export.checkpoints.locate import shown
-from xpress_export.checkpoints.rope_config import MAX_POSITIONS, read_rope
+from xpress_export.checkpoints.rope_config import MAX_POSITIONS
 from xpress_export.models.decoder import DecoderConfig
 from xpress_runtime.errors import CheckpointError
 from xpress_runtime.fields import Fields
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Family:
-    """What a model_type fixes, and what transformers' config class of that family assumes for absent fields (a test compares them)."""
-
-    # None: as many as query heads.
-    default_kv_heads: int | None
-    # None: hidden_size / num_attention_heads.
-    default_head_dim: int | None
-    default_max_positions: int
-    default_sliding_window: int | None
-    # The window counts only where use_sliding_window says so.
-    optional_window: bool
-    # Query, key and value have biases whatever the config says.
-    fixed_qkv_bias: bool
-    reads_attention_bias: bool
-    reads_mlp_bias: bool
-    qk_norm: bool
-
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(None, None, 2048, None, False, False, True, True, False),
-    "qwen2": Family(32, None, 32768, 4096, True, True, False, False, False),
-    "qwen3": Family(32, 128, 32768, 4096, True, False, True, False, True),
-    "mistral": Family(8, None, 131072, 4096, False, False, False, False, False),
-}
-DEFAULT_RMS_NORM_EPS = 1e-6
-
-# Families that are asked for often, and why they are not here.
-REFUSED_TYPES: Mapping[str, str] = {
-    "mixtral": "a mixture of experts",
-    "qwen2_moe": "a mixture of experts",
-    "qwen3_moe": "a mixture of experts",
-    "gpt_oss": "a mixture of experts with attention sinks",
-    "deepseek_v2": "latent attention and a mixture of experts",
-    "deepseek_v3": "latent attention and a mixture of experts",
-    "olmoe": "a mixture of experts",
-    "llama4": "a mixture of experts with chunked attention",
-    "llama4_text": "a mixture of experts with chunked attention",
-    "qwen3_next": "linear attention",
-    "qwen3_5": "linear attention",
-    "qwen3_5_text": "linear attention",
-    "kimi_linear": "linear attention",
-    "mamba": "a state-space model",
-    "mamba2": "a state-space model",
-    "falcon_h1": "state-space layers",
-    "jamba": "state-space layers and a mixture of experts",
-    "gemma2": "logit soft-capping and sliding windows",
-    "gemma3": "sliding windows and scaled embeddings",
-    "gemma3_text": "sliding windows and scaled embeddings",
-    "phi3": "packed projections and partial rotary embeddings",
-    "gpt2": "learned positions",
-    "qwen2_vl": "multimodal rotary embeddings",
-    "qwen2_5_vl": "multimodal rotary embeddings",
-    "qwen3_vl": "multimodal rotary embeddings",
-}
 
 # Switches of other families, or of patched models under one of our names, with the values that change nothing.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -86,6 +30,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (),
     "logit_softcapping": (),
     "query_pre_attn_scalar": (),
+    "sliding_window_pattern": (),
     "num_experts": (0,),
     "num_local_experts": (0,),
     "n_routed_experts": (0,),
@@ -127,10 +72,13 @@ READ_FIELDS = frozenset(NEUTRAL) | {
     *("model_type", "architectures", "auto_map", "attention_bias", "mlp_bias", "tie_word_embeddings"),
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps", "hidden_act", "hidden_activation"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window", "layer_types"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"),
+    *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
 }
 
 MAX_WIDTH = 2**18
+# Names of activations in configs. transformers' "gelu_pytorch_tanh" and "gelu_new" are the same function.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 MODEL_CLASSES = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
 
 
@@ -139,7 +87,7 @@ def read_decoder_config(fields: Fields) -> tuple[str, DecoderConfig]:
     model_type = fields.text("model_type")
     if model_type not in FAMILIES:
         reason = f" ({REFUSED_TYPES[model_type]})" if model_type in REFUSED_TYPES else ""
-        raise CheckpointError(f"{fields.origin}: model_type '{shown(model_type)}'{reason} is not supported, expected {', '.join(FAMILIES)}")
+        raise CheckpointError(f"{fields.origin}: model_type '{shown(model_type)}' is not supported{reason}; expected {', '.join(FAMILIES)}")
     refuse_remote_code(fields)
     refuse_misspelled(fields, READ_FIELDS)
     return model_type, read_family(fields, FAMILIES[model_type])
@@ -147,20 +95,20 @@ def read_decoder_config(fields: Fields) -> tuple[str, DecoderConfig]:
 
 def read_family(fields: Fields, family: Family) -> DecoderConfig:
     """The decoder of a known family; every switch that we do not compute is refused."""
-    for name, neutral in NEUTRAL.items():
-        refuse_unless(fields, name, neutral)
+    for name in NEUTRAL:
+        if name not in _own_fields(family):
+            refuse_unless(fields, name, NEUTRAL[name])
     for name in ("hidden_act", "hidden_activation"):
-        refuse_unless(fields, name, ("silu", "swish"))
+        refuse_unless(fields, name, [name for name, function in ACTIVATIONS.items() if function == family.activation])
     num_layers = fields.integer("num_hidden_layers", 1, 1024)
-    _refuse_windows(fields, family, num_layers)
-
     hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = fields.integer("num_attention_heads", 1, 4096)
     num_kv_heads = _kv_heads(fields, family, num_heads)
     head_dim = _head_dim(fields, family, hidden_size, num_heads)
-    max_positions = family.default_max_positions
+    max_positions = family.max_positions
     if "max_position_embeddings" in fields:
         max_positions = fields.integer("max_position_embeddings", 2, MAX_POSITIONS)
+    layers = read_layers(fields, family, num_layers, head_dim, max_positions)
     attention_bias = family.reads_attention_bias and flag(fields, "attention_bias")
     # transformers would ignore a bias that the family has no switch for; such a checkpoint evidently comes from something else.
     if not family.reads_attention_bias:
@@ -170,25 +118,67 @@ def read_family(fields: Fields, family: Family) -> DecoderConfig:
     return DecoderConfig(
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size", 1, 2**20),
-        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=fields.integer("vocab_size", 2, 2**22),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-12, 1e-2) if "rms_norm_eps" in fields else DEFAULT_RMS_NORM_EPS,
-        rope=read_rope(fields, head_dim, max_positions),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-12, 1e-2) if "rms_norm_eps" in fields else family.rms_norm_eps,
+        layers=layers,
+        activation=family.activation,
         qkv_bias=family.fixed_qkv_bias or attention_bias,
         output_bias=attention_bias,
         mlp_bias=family.reads_mlp_bias and flag(fields, "mlp_bias"),
         qk_norm=family.qk_norm,
-        tied_embeddings=flag(fields, "tie_word_embeddings"),
-        max_positions=max_positions,
+        sandwich_norms=family.layout.sandwich_norms,
+        attention_scale=_attention_scale(fields, family, head_dim),
+        attention_cap=_cap(fields, family, "attn_logit_softcapping", family.attention_cap),
+        residual_scale=_factor(fields, family, "residual_multiplier"),
+        embedding_scale=hidden_size**0.5 if family.scales_embeddings else _factor(fields, family, "embedding_multiplier"),
+        logit_scale=1 / _factor(fields, family, "logits_scaling"),
+        logit_cap=_cap(fields, family, "final_logit_softcapping", family.logit_cap),
+        tied_embeddings=flag(fields, "tie_word_embeddings", absent=family.tied),
+        # LongRoPE changes all frequencies, and with them all cached keys, when a text outgrows the original length.
+        max_positions=min([max_positions, *(layer.rope.usable_positions for layer in layers if layer.rope is not None)]),
     )
 
 
-def flag(fields: Fields, name: str) -> bool:
-    """A switch that is off when absent, as in all four families."""
-    return fields.boolean(name) if name in fields else False
+def _own_fields(family: Family) -> Collection[str]:
+    """Fields of :data:`NEUTRAL` that mean something in this family."""
+    own = set(family.own_fields)
+    if family.reads_partial_rotary:
+        own.add("partial_rotary_factor")
+    if family.no_rope_interval is not None:
+        own |= {"no_rope_layers", "no_rope_layer_interval"}
+    if family.windows == "pattern":
+        own.add("sliding_window_pattern")
+    return own
+
+
+def _attention_scale(fields: Fields, family: Family, head_dim: int) -> float:
+    if "attention_multiplier" in family.own_fields:
+        return _factor(fields, family, "attention_multiplier")
+    if family.query_scalar is None:
+        return float(head_dim**-0.5)
+    name = "query_pre_attn_scalar"
+    scalar = fields.number(name, 1e-3, 1e6) if name in fields else family.query_scalar
+    return float(scalar**-0.5)
+
+
+def _factor(fields: Fields, family: Family, name: str) -> float:
+    """One of Granite's factors; 1 in every other family and where it is absent."""
+    return fields.number(name, 1e-6, 1e6) if name in family.own_fields and name in fields else 1.0
+
+
+def _cap(fields: Fields, family: Family, name: str, absent: float | None) -> float | None:
+    """One of Gemma's caps; an explicit null means none."""
+    if name in family.own_fields and name in fields.values:
+        return fields.number(name, 1e-3, 1e6) if name in fields else None
+    return absent
+
+
+def flag(fields: Fields, name: str, *, absent: bool = False) -> bool:
+    """A switch, and what its absence means."""
+    return fields.boolean(name) if name in fields else absent
 
 
 def refuse_unless(fields: Fields, name: str, neutral: Collection[Any]) -> None:
@@ -217,44 +207,23 @@ def refuse_misspelled(fields: Fields, known: Collection[str]) -> None:
     """An unknown field that looks like an absent known one; other unknown fields are ignored."""
     absent = sorted(set(known) - set(fields))
     for name in fields:
-        if name in known or fields.values[name] is None:
+        # transformers writes attributes of its own with an underscore in front, and does not read them.
+        if name in known or name.startswith("_") or fields.values[name] is None:
             continue
         if close := difflib.get_close_matches(name, absent, n=1, cutoff=0.87):
             raise CheckpointError(f"{fields.origin}: field '{shown(name)}' is not known; did you mean '{close[0]}'?")
         logger.debug("%s: field '%s' is ignored", fields.origin, shown(name))
 
 
-def _refuse_windows(fields: Fields, family: Family, num_layers: int) -> None:
-    if family.optional_window:
-        if flag(fields, "use_sliding_window"):
-            raise CheckpointError(f"{fields.origin}: field 'use_sliding_window' is true; sliding windows are not supported")
-    elif "sliding_window" not in fields.values and family.default_sliding_window is not None:
-        raise CheckpointError(
-            f"{fields.origin}: field 'sliding_window' is absent, which means {family.default_sliding_window} in this family; "
-            "sliding windows are not supported, set it to null if the model has none"
-        )
-    elif "sliding_window" in fields:
-        raise CheckpointError(
-            f"{fields.origin}: field 'sliding_window' is {shown(fields.values['sliding_window'])}; sliding windows are not supported"
-        )
-    if "layer_types" in fields:
-        layer_types = fields.required("layer_types")
-        if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-            raise CheckpointError(f"{fields.origin}: field 'layer_types' must be a list of num_hidden_layers ({num_layers}) kinds")
-        for layer, kind in enumerate(layer_types):
-            if kind != "full_attention":
-                raise CheckpointError(f"{fields.origin}: layer_types[{layer}] is '{shown(kind)}'; only full_attention is supported")
-
-
 def _kv_heads(fields: Fields, family: Family, num_heads: int) -> int:
     name = "num_key_value_heads"
     if name in fields:
         count = fields.integer(name, 1, 4096)
-    elif family.default_kv_heads is None or name in fields.values:
+    elif family.kv_heads is None or name in fields.values:
         # An explicit null means one for each query head in every family.
         count = num_heads
     else:
-        count = family.default_kv_heads
+        count = family.kv_heads
     if num_heads % count:
         raise CheckpointError(f"{fields.origin}: field '{name}' is {count}, expected a divisor of num_attention_heads ({num_heads})")
     return count
@@ -263,8 +232,8 @@ def _kv_heads(fields: Fields, family: Family, num_heads: int) -> int:
 def _head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) -> int:
     if "head_dim" in fields:
         head_dim = fields.integer("head_dim", 2, 1024)
-    elif family.default_head_dim is not None:
-        head_dim = family.default_head_dim
+    elif family.head_dim is not None:
+        head_dim = family.head_dim
     elif hidden_size % num_heads:
         raise CheckpointError(
             f"{fields.origin}: head_dim is missing and hidden_size ({hidden_size}) is no multiple of num_attention_heads ({num_heads})"

@@ -18,7 +18,7 @@ from xpress_export.checkpoints.tensors import TensorSource
 from xpress_export.models.decoder import Head
 from xpress_export.models.draft_decoder import DraftDecoder
 from xpress_export.models.draft_step import DraftEmbedding
-from xpress_export.models.rope import rotary_tables
+from xpress_export.models.rope import RotaryModules
 from xpress_runtime.errors import OptionError
 from xpress_runtime.sets import AttentionForm
 
@@ -32,7 +32,7 @@ class DraftModelCheckpoint:
     def __init__(self, model: TargetCheckpoint, layers: Sequence[int] | None, *, shares_tables: bool) -> None:
         self.model = model
         self.layers = tuple(range(model.config.num_layers)) if layers is None else _checked_layers(layers, model)
-        self.config = replace(model.config, num_layers=len(self.layers))
+        self.config = replace(model.config, layers=tuple(model.config.layers[layer] for layer in self.layers))
         self.shares_tables = shares_tables
 
     @property
@@ -54,7 +54,7 @@ class DraftModelCheckpoint:
 
     def embedding(self) -> DraftEmbedding:
         with torch.device("meta"):
-            module = DraftEmbedding(self.config.vocab_size, self.config.hidden_size)
+            module = DraftEmbedding(self.config.vocab_size, self.config.hidden_size, self.config.embedding_scale)
         module.table = self.model.embedding().table
         return module
 
@@ -65,8 +65,9 @@ class DraftModelCheckpoint:
         with torch.device("meta"):
             module = DraftDecoder(self.config, num_positions, attention_form)
         # Not part of the state: the tables must be real, whatever the module was built on.
-        module.decoder.rotary = rotary_tables(self.config.rope, num_positions)
-        module.decoder.load_state_dict(read_plan(decoder_plan(self.config, self.layers), self.tensors), strict=True, assign=True)
+        module.decoder.rotary = RotaryModules(module.decoder.rotary.ropes, num_positions)
+        plan = decoder_plan(self.config, self.model.layout, self.layers)
+        module.decoder.load_state_dict(read_plan(plan, self.tensors), strict=True, assign=True)
         return module
 
 

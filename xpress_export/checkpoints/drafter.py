@@ -14,22 +14,23 @@ import torch
 from torch import Tensor
 
 from xpress_export.checkpoints.decoder_config import (
-    FAMILIES,
     READ_FIELDS,
     read_family,
     refuse_misspelled,
     refuse_unless,
 )
+from xpress_export.checkpoints.families import FAMILIES, TensorLayout
 from xpress_export.checkpoints.licence import read_licence
 from xpress_export.checkpoints.locate import Location, locate, shown
 from xpress_export.checkpoints.markov import MARKOV_ARCHITECTURES, MARKOV_FIELDS, markov_of_tensors, markov_plan, read_markov
 from xpress_export.checkpoints.packing import Packed, check_tensors, expected_tensors, layer_plan, linear, plain, read_plan
 from xpress_export.checkpoints.target import identity_of
 from xpress_export.checkpoints.tensors import SafetensorsSource, TensorSource
+from xpress_export.models.decoder import LayerConfig
 from xpress_export.models.drafter import Drafter, DrafterConfig
 from xpress_export.models.markov import MarkovConfig, MarkovHead
 from xpress_export.models.refiner import Refiner, RefinerConfig
-from xpress_export.models.rope import rotary_tables
+from xpress_export.models.rope import RotaryModules
 from xpress_runtime.errors import CheckpointError
 from xpress_runtime.fields import Fields
 from xpress_runtime.sets import AttentionForm
@@ -104,11 +105,12 @@ class DrafterCheckpoint:
         description = {"drafter": asdict(self.config), "refiner": asdict(self.refiner) if self.refiner is not None else None}
         return identity_of(description, self.tensors)
 
-    def drafter(self, num_positions: int, attention_form: AttentionForm) -> Drafter:
+    def drafter(self, num_positions: int, attention_form: AttentionForm, target_embedding_scale: float = 1.0) -> Drafter:
+        """The drafter for a target that multiplies its embeddings with a factor."""
         with torch.device("meta"):
-            module = Drafter(self.config, num_positions, attention_form)
+            module = Drafter(self.config, num_positions, attention_form, self.config.backbone.embedding_scale / target_embedding_scale)
         # Not part of the state: the tables must be real, whatever the module was built on.
-        module.rotary = rotary_tables(self.config.backbone.rope, num_positions)
+        module.rotary = RotaryModules(module.rotary.ropes, num_positions)
         module.load_state_dict(read_plan(self._drafter_plan, self.tensors), strict=True, assign=True)
         return module
 
@@ -168,7 +170,7 @@ def drafter_plan(config: DrafterConfig) -> dict[str, Packed]:
     plan = linear("fc", [("fc", hidden)], len(config.tap_layers) * hidden, bias=False)
     plan |= {"hidden_norm.weight": plain("hidden_norm.weight", hidden), "norm.weight": plain("norm.weight", hidden)}
     for layer in range(config.backbone.num_layers):
-        plan |= layer_plan(f"layers.{layer}", f"layers.{layer}", config.backbone, packed_qkv=False)
+        plan |= layer_plan(f"layers.{layer}", f"layers.{layer}", config.backbone, TensorLayout(), packed_qkv=False)
     return plan
 
 
@@ -229,7 +231,7 @@ def _check_format(fields: Fields) -> str:
 def _read_drafter(fields: Fields, *, may_omit_taps: bool) -> DrafterConfig:
     backbone = read_family(fields, FAMILIES["qwen3"])
     # A drafter has neither table; the field is a left-over of the config it was made from.
-    backbone = replace(backbone, tied_embeddings=False)
+    backbone = replace(backbone, tied_embeddings=False, layers=tuple(replace(layer, causal=_is_causal(layer)) for layer in backbone.layers))
     num_target_layers = fields.integer("num_target_layers", 1, 1024)
     dflash = fields.nested("dflash_config")
     refuse_misspelled(dflash, DFLASH_FIELDS)
@@ -256,6 +258,11 @@ def _read_drafter(fields: Fields, *, may_omit_taps: bool) -> DrafterConfig:
         tap_layers=taps,
         num_target_layers=num_target_layers,
     )
+
+
+def _is_causal(layer: LayerConfig) -> bool:
+    """Rows of a block see each other, but in layers with a window each sees only what stands before it."""
+    return layer.window is not None
 
 
 def _read_refiner(fields: Fields, config: DrafterConfig) -> RefinerConfig:

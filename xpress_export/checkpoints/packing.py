@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from xpress_export.checkpoints.families import TensorLayout
 from xpress_export.checkpoints.locate import shown
 from xpress_export.checkpoints.tensors import TensorSource
 from xpress_export.models.decoder import DecoderConfig
@@ -37,11 +38,14 @@ class Packed:
 
     parts: tuple[Published, ...]
     transposed: bool = False
+    # Added to what is published.
+    offset: float = 0.0
 
     def read(self, source: TensorSource) -> Tensor:
         """Fill the parameter part by part: beside it, at most one part is in memory."""
         if len(self.parts) == 1 and not self.transposed:
-            return source.read(self.parts[0].name)
+            tensor = source.read(self.parts[0].name)
+            return tensor.add_(self.offset) if self.offset else tensor
         widths = [part.shape[0] for part in self.parts]
         packed = torch.empty(*self.parts[0].shape[1:], sum(widths))
         start = 0
@@ -52,9 +56,9 @@ class Packed:
         return packed
 
 
-def plain(name: str, *shape: int) -> Packed:
-    """One tensor as it is."""
-    return Packed((Published(name, shape),))
+def plain(name: str, *shape: int, offset: float = 0.0) -> Packed:
+    """One tensor as it is, or plus a number."""
+    return Packed((Published(name, shape),), offset=offset)
 
 
 def linear(ours: str, published: list[tuple[str, int]], in_features: int, *, bias: bool) -> dict[str, Packed]:
@@ -66,26 +70,34 @@ def linear(ours: str, published: list[tuple[str, int]], in_features: int, *, bia
     return plan
 
 
-def layer_plan(ours: str, published: str, config: DecoderConfig, *, packed_qkv: bool) -> dict[str, Packed]:
+def layer_plan(ours: str, published: str, config: DecoderConfig, layout: TensorLayout, *, packed_qkv: bool) -> dict[str, Packed]:
     """One decoder layer. The target packs query, key and value; the drafter's queries read other rows than its keys, so they stay apart."""
     hidden, inner = config.hidden_size, config.intermediate_size
+
+    def norm(name: str, theirs: str, size: int = hidden) -> dict[str, Packed]:
+        return {f"{ours}.{name}.weight": plain(f"{published}.{theirs}.weight", size, offset=layout.norm_offset)}
+
+    plan = norm("attention_norm", "input_layernorm")
+    if layout.sandwich_norms:
+        plan |= norm("attention_out_norm", "post_attention_layernorm")
+        plan |= norm("mlp_norm", "pre_feedforward_layernorm") | norm("mlp_out_norm", "post_feedforward_layernorm")
+    else:
+        plan |= norm("mlp_norm", "post_attention_layernorm")
     query = (f"{published}.self_attn.q_proj", config.q_width)
     key_value = [(f"{published}.self_attn.k_proj", config.kv_width), (f"{published}.self_attn.v_proj", config.kv_width)]
-    plan = {
-        f"{ours}.attention_norm.weight": plain(f"{published}.input_layernorm.weight", hidden),
-        f"{ours}.mlp_norm.weight": plain(f"{published}.post_attention_layernorm.weight", hidden),
-    }
     if packed_qkv:
-        plan |= linear(f"{ours}.attention.qkv", [query, *key_value], hidden, bias=config.qkv_bias)
+        fused = [(f"{published}.self_attn.qkv_proj", config.q_width + 2 * config.kv_width)]
+        plan |= linear(f"{ours}.attention.qkv", fused if layout.fused_projections else [query, *key_value], hidden, bias=config.qkv_bias)
     else:
         plan |= linear(f"{ours}.attention.query", [query], hidden, bias=config.qkv_bias)
         plan |= linear(f"{ours}.attention.key_value", key_value, hidden, bias=config.qkv_bias)
     plan |= linear(f"{ours}.attention.output", [(f"{published}.self_attn.o_proj", hidden)], config.q_width, bias=config.output_bias)
     if config.qk_norm:
-        plan[f"{ours}.attention.q_norm.weight"] = plain(f"{published}.self_attn.q_norm.weight", config.head_dim)
-        plan[f"{ours}.attention.k_norm.weight"] = plain(f"{published}.self_attn.k_norm.weight", config.head_dim)
+        plan |= norm("attention.q_norm", "self_attn.q_norm", config.head_dim)
+        plan |= norm("attention.k_norm", "self_attn.k_norm", config.head_dim)
     gate_up = [(f"{published}.mlp.gate_proj", inner), (f"{published}.mlp.up_proj", inner)]
-    plan |= linear(f"{ours}.mlp.gate_up", gate_up, hidden, bias=config.mlp_bias)
+    fused = [(f"{published}.mlp.gate_up_proj", 2 * inner)]
+    plan |= linear(f"{ours}.mlp.gate_up", fused if layout.fused_projections else gate_up, hidden, bias=config.mlp_bias)
     plan |= linear(f"{ours}.mlp.down", [(f"{published}.mlp.down_proj", hidden)], inner, bias=config.mlp_bias)
     return plan
 

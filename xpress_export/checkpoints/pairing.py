@@ -9,6 +9,7 @@ import logging
 
 from xpress_export.checkpoints.drafter import DrafterCheckpoint, open_drafter
 from xpress_export.checkpoints.target import TargetCheckpoint, open_target
+from xpress_export.models.decoder import DecoderConfig
 from xpress_runtime.errors import PairingError
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ def check_pairing(target: TargetCheckpoint, drafter: DrafterCheckpoint) -> None:
     for what, wanted, given in (
         ("hidden size", theirs.hidden_size, ours.backbone.hidden_size),
         ("vocabulary size", theirs.vocab_size, ours.backbone.vocab_size),
-        ("number of target layers", theirs.num_layers, ours.num_target_layers),
+        ("number of target layers", theirs.num_layers, theirs.num_layers if ours.num_target_layers is None else ours.num_target_layers),
     ):
         if wanted != given:
             raise PairingError(f"{what}: {given} in {of_drafter}, but {wanted} in {of_target}; the drafter was made for another target")
@@ -46,13 +47,12 @@ def check_pairing(target: TargetCheckpoint, drafter: DrafterCheckpoint) -> None:
         raise PairingError(f"block size {ours.block_size} of {of_drafter} leaves nothing for {of_target} to verify; expected at least 2")
     # A warning only: the drafter rotates its own keys and queries with its own tables, so a different base is a matter of how it was
     # trained, not of consistency. Still, published drafters keep their target's, so a difference deserves a look.
-    if (theirs.rope.theta, theirs.rope.rope_type) != (ours.backbone.rope.theta, ours.backbone.rope.rope_type):
-        logger.warning(
-            "rotary embedding: %s (base %g) in %s, %s (base %g) in %s; each keeps its own",
-            ours.backbone.rope.rope_type,
-            ours.backbone.rope.theta,
-            of_drafter,
-            theirs.rope.rope_type,
-            theirs.rope.theta,
-            of_target,
-        )
+    theirs_rope, ours_rope = _main_rope(theirs), _main_rope(ours.backbone)
+    if None not in (theirs_rope, ours_rope) and theirs_rope != ours_rope:
+        logger.warning("rotary embedding: %s in %s, %s in %s; each keeps its own", ours_rope, of_drafter, theirs_rope, of_target)
+
+
+def _main_rope(config: DecoderConfig) -> str | None:
+    """Kind and base of the first layer that sees everything, or of any."""
+    layers = sorted((layer for layer in config.layers if layer.rope is not None), key=lambda layer: layer.window is not None)
+    return f"{layers[0].rope.rope_type} (base {layers[0].rope.theta:g})" if layers and layers[0].rope is not None else None

@@ -1,4 +1,4 @@
-"""A target checkpoint: its config, and its tensors under the names that Llama, Qwen2, Qwen3 and Mistral publish them.
+"""A target checkpoint: its config, and its tensors under the names that its family publishes them.
 
 Opening checks names and shapes of all tensors; values are read when a module is asked for, tensor by tensor.
 """
@@ -15,12 +15,13 @@ from dataclasses import asdict
 import torch
 
 from xpress_export.checkpoints.decoder_config import read_decoder_config
+from xpress_export.checkpoints.families import FAMILIES, TensorLayout
 from xpress_export.checkpoints.licence import read_licence
 from xpress_export.checkpoints.locate import Location, locate
 from xpress_export.checkpoints.packing import Packed, check_tensors, expected_tensors, layer_plan, plain, read_plan
 from xpress_export.checkpoints.tensors import GgufSource, SafetensorsSource, TensorSource
 from xpress_export.models.decoder import Decoder, DecoderConfig, Embedding, Head
-from xpress_export.models.rope import rotary_tables
+from xpress_export.models.rope import RotaryModules
 from xpress_runtime.errors import CheckpointError
 from xpress_runtime.fields import Fields
 from xpress_runtime.sets import AttentionForm
@@ -49,7 +50,7 @@ class TargetCheckpoint:
         self.eos_token_ids = eos_token_ids
         self.licence = licence
         self.tensors = tensors
-        self._plan = decoder_plan(config)
+        self._plan = decoder_plan(config, self.layout)
         self._tied_table: weakref.ref[torch.nn.Parameter] | None = None
         allowed = {name for name in tensors.shapes if ROTARY_BUFFER.fullmatch(name)} | {HEAD}
         tables = {EMBEDDING: (config.vocab_size, config.hidden_size)}
@@ -61,20 +62,25 @@ class TargetCheckpoint:
             )
         check_tensors(tensors, tables | expected_tensors(self._plan), str(location.path), allowed)
 
+    @property
+    def layout(self) -> TensorLayout:
+        """How the family stores its tensors."""
+        return FAMILIES[self.model_type].layout
+
     def identity(self) -> str:
         """sha256 over the config as we read it and over the tensors."""
         return identity_of(asdict(self.config), self.tensors)
 
     def embedding(self) -> Embedding:
         with torch.device("meta"):
-            module = Embedding(self.config.vocab_size, self.config.hidden_size)
+            module = Embedding(self.config.vocab_size, self.config.hidden_size, self.config.embedding_scale)
         module.table = self._embedding_table()
         return module
 
     def head(self) -> Head:
         """The head; with tied embeddings its table is the embedding's very tensor."""
         with torch.device("meta"):
-            module = Head(self.config.vocab_size, self.config.hidden_size)
+            module = Head(self.config.vocab_size, self.config.hidden_size, self.config.logit_scale, self.config.logit_cap)
         if self.config.tied_embeddings:
             module.table = self._embedding_table()
             if HEAD in self.tensors.shapes and not torch.equal(self.tensors.read(HEAD), module.table):
@@ -90,7 +96,7 @@ class TargetCheckpoint:
         with torch.device("meta"):
             module = Decoder(self.config, tap_layers, num_positions, attention_form)
         # Not part of the state: the tables must be real, whatever the module was built on.
-        module.rotary = rotary_tables(self.config.rope, num_positions)
+        module.rotary = RotaryModules(module.rotary.ropes, num_positions)
         module.load_state_dict(read_plan(self._plan, self.tensors), strict=True, assign=True)
         return module
 
@@ -132,11 +138,11 @@ def read_target_config(fields: Fields, location: Location) -> tuple[str, Decoder
     return read_decoder_config(fields)
 
 
-def decoder_plan(config: DecoderConfig, layers: Sequence[int] | None = None) -> dict[str, Packed]:
+def decoder_plan(config: DecoderConfig, layout: TensorLayout, layers: Sequence[int] | None = None) -> dict[str, Packed]:
     """Our decoder's parameters out of the published tensors; ``layers`` are the published layers that ours are, one after another."""
-    plan: dict[str, Packed] = {"norm.weight": plain("model.norm.weight", config.hidden_size)}
+    plan: dict[str, Packed] = {"norm.weight": plain("model.norm.weight", config.hidden_size, offset=layout.norm_offset)}
     for ours, published in enumerate(range(config.num_layers) if layers is None else layers):
-        plan |= layer_plan(f"layers.{ours}", f"model.layers.{published}", config, packed_qkv=True)
+        plan |= layer_plan(f"layers.{ours}", f"model.layers.{published}", config, layout, packed_qkv=True)
     return plan
 
 

@@ -13,15 +13,15 @@ OPSET = 24
 
 # The exporter drops outputs that nothing reads, but only when a translation unpacks every output of the operator:
 # present outputs beside nonpad_kv_seqlen would make an invalid node.
-def _length_attention(query: Any, key: Any, value: Any, key_lengths: Any, scale: float, causal: bool) -> Any:
+def _length_attention(query: Any, key: Any, value: Any, key_lengths: Any, scale: float, cap: float, causal: bool) -> Any:
     output, _present_key, _present_value, _scores = op.Attention(
-        query, key, value, None, None, None, key_lengths, is_causal=int(causal), scale=scale
+        query, key, value, None, None, None, key_lengths, is_causal=int(causal), scale=scale, softcap=cap
     )
     return output
 
 
-def _mask_attention(query: Any, key: Any, value: Any, mask: Any, scale: float) -> Any:
-    output, _present_key, _present_value, _scores = op.Attention(query, key, value, mask, scale=scale)
+def _mask_attention(query: Any, key: Any, value: Any, mask: Any, scale: float, cap: float) -> Any:
+    output, _present_key, _present_value, _scores = op.Attention(query, key, value, mask, scale=scale, softcap=cap)
     return output
 
 
@@ -30,7 +30,9 @@ def _cache_update(cache: Any, update: Any, position: Any) -> Any:
 
 
 def _rotary_embedding(states: Any, cos: Any, sin: Any, positions: Any) -> Any:
-    return op.RotaryEmbedding(states, cos, sin, positions, interleaved=0)
+    rotated, head_dim = 2 * cos.shape[1], states.shape[3]
+    # 0 stands for the whole head.
+    return op.RotaryEmbedding(states, cos, sin, positions, interleaved=0, rotary_embedding_dim=0 if rotated == head_dim else rotated)
 
 
 def _rms_norm(states: Any, weight: Any, epsilon: float) -> Any:

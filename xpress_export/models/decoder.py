@@ -1,4 +1,4 @@
-"""The target decoder (Llama, Qwen2, Qwen3 and Mistral are mappings onto it), its embedding table and its head.
+"""The target decoder, its embedding table and its head. Every family (checkpoints/families.py) is a mapping onto it.
 
 Everything a family may vary is a field of :class:`DecoderConfig`. The module works on static caches and positions; it knows nothing about
 checkpoints or tokens.
@@ -12,38 +12,66 @@ import torch
 from torch import Tensor, nn
 
 from xpress_export.models.layers import (
+    Activation,
     AttentionBounds,
+    GatedMlp,
     Linear,
     RmsNorm,
     RotaryTables,
-    SwiGlu,
     merge_heads,
     split_heads,
 )
 from xpress_export.models.ops import cache_update
-from xpress_export.models.rope import RopeConfig, rotary_tables
+from xpress_export.models.rope import RopeConfig, RotaryModules
 from xpress_runtime.sets import AttentionForm
 
 
 @dataclass(frozen=True)
+class LayerConfig:
+    """What one layer's attention sees. ``window``: that many latest positions, its own among them; None: all. ``rope`` None: no rotation.
+
+    ``causal`` False: a drafter's block, whose rows see each other.
+    """
+
+    rope: RopeConfig | None
+    window: int | None = None
+    causal: bool = True
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and switches of a decoder. ``q_width`` may differ from ``hidden_size``."""
+    """Sizes and switches of a decoder. ``q_width`` may differ from ``hidden_size``.
+
+    ``attention_scale`` multiplies scores, which ``attention_cap`` then bounds (cap · tanh(score / cap)); ``logit_scale`` and ``logit_cap``
+    do the same to logits. ``residual_scale`` multiplies what a layer adds. With ``sandwich_norms`` that is normed too.
+    """
 
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     rms_norm_eps: float
-    rope: RopeConfig
+    layers: tuple[LayerConfig, ...]
+    activation: Activation
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    sandwich_norms: bool
+    attention_scale: float
+    attention_cap: float | None
+    residual_scale: float
+    embedding_scale: float
+    logit_scale: float
+    logit_cap: float | None
     tied_embeddings: bool
     max_positions: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
     def q_width(self) -> int:
@@ -66,7 +94,7 @@ class DecoderAttention(nn.Module):
     def forward(
         self,
         states: Tensor,
-        rotary: RotaryTables,
+        rotary: RotaryTables | None,
         position: Tensor,
         positions: Tensor,
         bounds: AttentionBounds,
@@ -79,25 +107,29 @@ class DecoderAttention(nn.Module):
         query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotary(query, positions), rotary(key, positions)
+        if rotary is not None:
+            query, key = rotary(query, positions), rotary(key, positions)
         key_cache = cache_update(key_cache, key, position)
         value_cache = cache_update(value_cache, value, position)
-        attended = bounds.attend(query, key_cache, value_cache, config.head_dim**-0.5)
+        attended = bounds.attend(query, key_cache, value_cache, config.attention_scale, config.attention_cap)
         return self.output(merge_heads(attended)), key_cache, value_cache
 
 
 class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
+        self.residual_scale = config.residual_scale
         self.attention_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = DecoderAttention(config)
+        self.attention_out_norm = RmsNorm(config.hidden_size, config.rms_norm_eps) if config.sandwich_norms else None
         self.mlp_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGlu(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, config.activation, bias=config.mlp_bias)
+        self.mlp_out_norm = RmsNorm(config.hidden_size, config.rms_norm_eps) if config.sandwich_norms else None
 
     def forward(
         self,
         hidden: Tensor,
-        rotary: RotaryTables,
+        rotary: RotaryTables | None,
         position: Tensor,
         positions: Tensor,
         bounds: AttentionBounds,
@@ -107,8 +139,13 @@ class DecoderLayer(nn.Module):
         attended, key_cache, value_cache = self.attention(
             self.attention_norm(hidden), rotary, position, positions, bounds, key_cache, value_cache
         )
-        hidden = hidden + attended
-        return hidden + self.mlp(self.mlp_norm(hidden)), key_cache, value_cache
+        hidden = hidden + self._added(attended, self.attention_out_norm)
+        return hidden + self._added(self.mlp(self.mlp_norm(hidden)), self.mlp_out_norm), key_cache, value_cache
+
+    def _added(self, states: Tensor, norm: RmsNorm | None) -> Tensor:
+        if norm is not None:
+            states = norm(states)
+        return states if self.residual_scale == 1 else states * self.residual_scale
 
 
 class Decoder(nn.Module):
@@ -125,25 +162,22 @@ class Decoder(nn.Module):
         self.attention_form = attention_form
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary = rotary_tables(config.rope, num_positions)
+        self.rotary = RotaryModules((layer.rope for layer in config.layers), num_positions)
 
     def forward(
         self, embeddings: Tensor, position: Tensor, key_caches: list[Tensor], value_caches: list[Tensor]
     ) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
-        num_rows = embeddings.shape[1]
-        positions = position[:, None] + torch.arange(num_rows, device=position.device)[None, :]
-        if self.attention_form is AttentionForm.LENGTH:
-            bounds = AttentionBounds(causal=True, key_lengths=position + num_rows)
-        else:
-            columns = torch.arange(key_caches[0].shape[2], device=position.device)
-            bounds = AttentionBounds(causal=True, mask=columns[None, None, None, :] <= positions[:, None, :, None])
+        positions = position[:, None] + torch.arange(embeddings.shape[1], device=position.device)[None, :]
+        kinds = [(layer.rope, bounding_window(layer.window, self.num_positions)) for layer in self.config.layers]
+        bounds = {window: self._bounds(window, position, positions, key_caches[0].shape[2]) for _, window in kinds}
+        rotary = self.rotary.by_rope()
 
         hidden = embeddings
         after_layer: list[Tensor] = []
         new_keys: list[Tensor] = []
         new_values: list[Tensor] = []
-        for layer, old_keys, old_values in zip(self.layers, key_caches, value_caches, strict=True):
-            hidden, keys, values = layer(hidden, self.rotary, position, positions, bounds, old_keys, old_values)
+        for layer, (rope, window), old_keys, old_values in zip(self.layers, kinds, key_caches, value_caches, strict=True):
+            hidden, keys, values = layer(hidden, rotary[rope], position, positions, bounds[window], old_keys, old_values)
             after_layer.append(hidden)
             new_keys.append(keys)
             new_values.append(values)
@@ -152,33 +186,56 @@ class Decoder(nn.Module):
         taps = torch.cat([after_layer[index] for index in self.tap_layers], dim=-1)
         return hidden, taps, new_keys, new_values
 
+    def _bounds(self, window: int | None, position: Tensor, positions: Tensor, cache_rows: int) -> AttentionBounds:
+        # The operator that is bounded by lengths has no window.
+        if self.attention_form is AttentionForm.LENGTH and window is None:
+            return AttentionBounds(causal=True, key_lengths=position + positions.shape[1])
+        columns = torch.arange(cache_rows, device=position.device)[None, None, None, :]
+        rows = positions[:, None, :, None]
+        mask = columns <= rows
+        return AttentionBounds(causal=True, mask=mask if window is None else mask & (columns > rows - window))
+
+
+def bounding_window(window: int | None, num_positions: int) -> int | None:
+    """The window where it hides anything among ``num_positions`` positions."""
+    return None if window is None or window >= num_positions else window
+
 
 class Embedding(nn.Module):
-    """Token ids [B, S] → embeddings [B, S, H]; table [V, H]."""
+    """Token ids [B, S] → embeddings [B, S, H], times the family's ``scale``; table [V, H]."""
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+        self.scale = scale
 
     def forward(self, ids: Tensor) -> Tensor:
-        return nn.functional.embedding(ids, self.table)
+        rows = nn.functional.embedding(ids, self.table)
+        return rows if self.scale == 1 else rows * self.scale
 
 
 class Head(nn.Module):
     """Hidden [B, S, H] and the wanted rows [B, R] → logits [B, R, V] in fp32 and their argmax [B, R].
 
     The table stays [V, H] as it lies in the checkpoint, so that a tied embedding is stored once. The product is an fp32 product in every
-    precision: a half-precision one would put logits on a grid so coarse that they tie.
+    precision: a half-precision one would put logits on a grid so coarse that they tie. Logits are ``scale`` times the product, and with
+    ``cap`` bounded to cap · tanh(logit / cap).
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, scale: float, cap: float | None) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+        self.scale = scale
+        self.cap = cap
 
     def forward(self, hidden: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         wanted = select_rows(hidden, rows).reshape(-1, hidden.shape[2])
         logits = nn.functional.linear(wanted.float(), self.table.float())
         logits = logits.reshape(rows.shape[0], rows.shape[1], self.table.shape[0])
+        if self.scale != 1:
+            logits = logits * self.scale
+        if self.cap is not None:
+            logits = torch.tanh(logits / self.cap) * self.cap
         return logits, logits.argmax(dim=-1)
 
 

@@ -19,7 +19,7 @@ class DraftEmbedding(Embedding):
     """Token ids [B, S] → embeddings [B, S, H]. Ids behind the table, which only a target's padding has, read its last row."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        return nn.functional.embedding(ids.clamp(max=self.table.shape[0] - 1), self.table)
+        return super().forward(ids.clamp(max=self.table.shape[0] - 1))
 
 
 class DraftStep(nn.Module):

@@ -10,30 +10,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from xpress_export.models.decoder import DecoderConfig, select_rows
+from xpress_export.models.decoder import DecoderConfig, LayerConfig, bounding_window, select_rows
 from xpress_export.models.layers import (
     AttentionBounds,
+    GatedMlp,
     Linear,
     RmsNorm,
     RotaryTables,
-    SwiGlu,
     merge_heads,
     split_heads,
 )
 from xpress_export.models.ops import cache_update
-from xpress_export.models.rope import rotary_tables
+from xpress_export.models.rope import RotaryModules
 from xpress_runtime.sets import AttentionForm
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """A drafter's backbone and what ties it to its target. ``tap_layers`` are 0-based target layers."""
+    """A drafter's backbone and what ties it to its target.
+
+    ``tap_layers`` are 0-based target layers; ``num_target_layers`` is None where the checkpoint does not say. The block's embeddings are
+    rows of the target's table times the backbone's ``embedding_scale``, whatever the target itself multiplies them with; base logits are
+    the product of the target's head, times the backbone's ``logit_scale`` and bounded by its ``logit_cap``, whatever the target's are.
+    """
 
     backbone: DecoderConfig
     block_size: int
     mask_token_id: int
     tap_layers: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class DrafterAttention(nn.Module):
         self,
         states: Tensor,
         context: Tensor,
-        rotary: RotaryTables,
+        rotary: RotaryTables | None,
         run: CacheRun,
         bounds: AttentionBounds,
         key_cache: Tensor,
@@ -75,10 +80,12 @@ class DrafterAttention(nn.Module):
         heads = split_heads(self.key_value(rows), 2 * config.num_kv_heads, config.head_dim)
         key, value = torch.split(heads, [config.num_kv_heads, config.num_kv_heads], dim=1)
         query = self.q_norm(split_heads(self.query(states), config.num_heads, config.head_dim))
-        query, key = rotary(query, run.block_positions), rotary(self.k_norm(key), run.positions)
+        key = self.k_norm(key)
+        if rotary is not None:
+            query, key = rotary(query, run.block_positions), rotary(key, run.positions)
         key_cache = cache_update(key_cache, key, run.start)
         value_cache = cache_update(value_cache, value, run.start)
-        attended = bounds.attend(query, key_cache, value_cache, config.head_dim**-0.5)
+        attended = bounds.attend(query, key_cache, value_cache, config.attention_scale, config.attention_cap)
         return self.output(merge_heads(attended)), key_cache, value_cache
 
 
@@ -88,13 +95,13 @@ class DrafterLayer(nn.Module):
         self.attention_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = DrafterAttention(config)
         self.mlp_norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGlu(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.mlp = GatedMlp(config.hidden_size, config.intermediate_size, config.activation, bias=config.mlp_bias)
 
     def forward(
         self,
         hidden: Tensor,
         context: Tensor,
-        rotary: RotaryTables,
+        rotary: RotaryTables | None,
         run: CacheRun,
         bounds: AttentionBounds,
         key_cache: Tensor,
@@ -109,23 +116,25 @@ class Drafter(nn.Module):
     """Block embeddings [B, P, H] and taps [B, S, T·H] → drafted hidden [B, P, H] (after the norm) and updated caches.
 
     The first ``block_position - context_position`` (≤ S) tap rows are new context and are stored from ``context_position`` on; the block
-    stands right behind them at ``block_position``. Block rows see every context column and each other.
+    stands right behind them at ``block_position``. Block rows see every context column and each other, unless their layer has a window or
+    is causal. Embeddings arrive as the target has them and are multiplied with ``embedding_ratio`` first.
     """
 
     # Taps of real models exceed 2e4, and a sum over all of them the range of fp16.
     fp32_parts = ("fc", "hidden_norm")
 
-    def __init__(self, config: DrafterConfig, num_positions: int, attention_form: AttentionForm) -> None:
+    def __init__(self, config: DrafterConfig, num_positions: int, attention_form: AttentionForm, embedding_ratio: float) -> None:
         super().__init__()
         backbone = config.backbone
         self.config = config
+        self.embedding_ratio = embedding_ratio
         self.num_positions = num_positions
         self.attention_form = attention_form
         self.fc = Linear(len(config.tap_layers) * backbone.hidden_size, backbone.hidden_size)
         self.hidden_norm = RmsNorm(backbone.hidden_size, backbone.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(backbone) for _ in range(backbone.num_layers))
         self.norm = RmsNorm(backbone.hidden_size, backbone.rms_norm_eps)
-        self.rotary = rotary_tables(backbone.rope, num_positions)
+        self.rotary = RotaryModules((layer.rope for layer in backbone.layers), num_positions)
 
     def forward(
         self,
@@ -138,13 +147,16 @@ class Drafter(nn.Module):
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         context = self.hidden_norm(self.fc(taps.float())).to(embeddings.dtype)
         run = self._cache_run(taps.shape[1], context_position, block_position)
-        bounds = self._bounds(block_position, key_caches[0].shape[2])
+        kinds = [self._bounding(layer) for layer in self.config.backbone.layers]
+        bounds = {kind: self._bounds(*kind, run.block_positions, key_caches[0].shape[2]) for kind in kinds}
+        rotary = self.rotary.by_rope()
 
-        hidden = embeddings
+        hidden = embeddings if self.embedding_ratio == 1 else embeddings * self.embedding_ratio
         new_keys: list[Tensor] = []
         new_values: list[Tensor] = []
-        for layer, old_keys, old_values in zip(self.layers, key_caches, value_caches, strict=True):
-            hidden, keys, values = layer(hidden, context, self.rotary, run, bounds, old_keys, old_values)
+        layers = zip(self.layers, self.config.backbone.layers, kinds, key_caches, value_caches, strict=True)
+        for layer, config, kind, old_keys, old_values in layers:
+            hidden, keys, values = layer(hidden, context, rotary[config.rope], run, bounds[kind], old_keys, old_values)
             new_keys.append(keys)
             new_values.append(values)
         return self.norm(hidden), new_keys, new_values
@@ -161,10 +173,21 @@ class Drafter(nn.Module):
             block_positions=block_position[:, None] + torch.arange(block_size, device=block_position.device)[None, :],
         )
 
-    def _bounds(self, block_position: Tensor, cache_rows: int) -> AttentionBounds:
-        lengths = block_position + self.config.block_size
-        if self.attention_form is AttentionForm.LENGTH:
-            return AttentionBounds(causal=False, key_lengths=lengths)
-        columns = torch.arange(cache_rows, device=lengths.device)
-        visible = columns[None, None, None, :] < lengths[:, None, None, None]
-        return AttentionBounds(causal=False, mask=visible.expand(-1, -1, self.config.block_size, -1))
+    def _bounding(self, layer: LayerConfig) -> tuple[int | None, bool]:
+        """Window and causality of a layer, as far as they hide anything."""
+        return bounding_window(layer.window, self.num_positions), layer.causal
+
+    def _bounds(self, window: int | None, causal: bool, positions: Tensor, cache_rows: int) -> AttentionBounds:
+        """``positions`` [B, P] of the block's rows."""
+        lengths = positions[:, 0] + self.config.block_size
+        if self.attention_form is AttentionForm.LENGTH and window is None:
+            return AttentionBounds(causal=causal, key_lengths=lengths)
+        columns = torch.arange(cache_rows, device=lengths.device)[None, None, None, :]
+        rows = positions[:, None, :, None]
+        visible = columns <= rows if causal else (columns < lengths[:, None, None, None]).expand(-1, -1, self.config.block_size, -1)
+        if window is not None:
+            visible = visible & (columns > rows - window)
+            # As far ahead as back. Only rows of the block lie ahead.
+            if not causal and window < self.config.block_size:
+                visible = visible & (columns < rows + window)
+        return AttentionBounds(causal=causal, mask=visible)

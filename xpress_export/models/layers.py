@@ -7,11 +7,15 @@ value projections are packed into one product, and so are gate and up.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from xpress_export.models import ops
+
+# Of a gated MLP: "gelu_tanh" is GELU in its tanh approximation.
+Activation = Literal["silu", "gelu_tanh"]
 
 
 class Linear(nn.Module):
@@ -40,22 +44,24 @@ class RmsNorm(nn.Module):
         return normed
 
 
-class SwiGlu(nn.Module):
-    """down(silu(gate) · up) with gate and up packed: states [..., H] → [..., H]."""
+class GatedMlp(nn.Module):
+    """down(activation(gate) · up) with gate and up packed: states [..., H] → [..., H]."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: Activation = "silu", *, bias: bool = False) -> None:
         super().__init__()
         self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down = Linear(intermediate_size, hidden_size, bias=bias)
+        self.activation = activation
 
     def forward(self, states: Tensor) -> Tensor:
         gate, up = self.gate_up(states).chunk(2, dim=-1)
-        product: Tensor = self.down(nn.functional.silu(gate) * up)
+        gate = nn.functional.silu(gate) if self.activation == "silu" else nn.functional.gelu(gate, approximate="tanh")
+        product: Tensor = self.down(gate * up)
         return product
 
 
 class RotaryTables(nn.Module):
-    """Cosines and sines of every position below the cache size: two tables [N, D/2]."""
+    """Cosines and sines of every position below the cache size: two tables [N, R/2]. The first R of a head's dims are rotated."""
 
     cos: Tensor
     sin: Tensor
@@ -82,14 +88,14 @@ class AttentionBounds:
     key_lengths: Tensor | None = None
     mask: Tensor | None = None
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """query [B, heads, S, D], caches [B, kv heads, N, D] → [B, heads, S, D]."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, cap: float | None) -> Tensor:
+        """query [B, heads, S, D], caches [B, kv heads, N, D] → [B, heads, S, D]. ``cap`` None: scores are not bounded."""
         attended: Tensor
         if self.key_lengths is not None:
-            attended = ops.length_attention(query, key, value, self.key_lengths, scale, self.causal)
+            attended = ops.length_attention(query, key, value, self.key_lengths, scale, cap or 0.0, self.causal)
         else:
             assert self.mask is not None, "one of key_lengths and mask is set"
-            attended = ops.mask_attention(query, key, value, self.mask, scale)
+            attended = ops.mask_attention(query, key, value, self.mask, scale, cap or 0.0)
         return attended
 
 

@@ -14,11 +14,12 @@ from torch import Tensor
 
 
 @torch.library.custom_op("xpress::length_attention", mutates_args=())
-def length_attention(query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor, scale: float, causal: bool) -> Tensor:
+def length_attention(query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor, scale: float, cap: float, causal: bool) -> Tensor:
     """Attention over the first ``key_lengths`` cache columns.
 
     query [B, heads, S, D]; key, value [B, kv heads, N, D] static caches; key_lengths [B] int64 → [B, heads, S, D].
     With ``causal``, the last query row sees every valid column and each earlier row one column less (bottom-right alignment).
+    Scores are bounded to cap · tanh(score / cap); ``cap`` 0 leaves them.
     """
     columns = torch.arange(key.shape[2], device=query.device)
     last_visible = key_lengths[:, None] - 1
@@ -26,31 +27,33 @@ def length_attention(query: Tensor, key: Tensor, value: Tensor, key_lengths: Ten
         rows = torch.arange(query.shape[2], device=query.device)
         last_visible = key_lengths[:, None] - query.shape[2] + rows[None, :]
     visible = columns[None, None, None, :] <= last_visible[:, None, :, None]
-    return _attend(query, key, value, visible, scale)
+    return _attend(query, key, value, visible, scale, cap)
 
 
 @length_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor, scale: float, causal: bool) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor, scale: float, cap: float, causal: bool) -> Tensor:
     return torch.empty_like(query)
 
 
 @torch.library.custom_op("xpress::mask_attention", mutates_args=())
-def mask_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def mask_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
     """Attention over the cache columns that ``mask`` ([B, 1, S, N] bool, true = visible) names; shapes as in
     :func:`length_attention`."""
-    return _attend(query, key, value, mask, scale)
+    return _attend(query, key, value, mask, scale, cap)
 
 
 @mask_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
     return torch.empty_like(query)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, cap: float) -> Tensor:
     group = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(group, dim=1)
     value = value.repeat_interleave(group, dim=1)
     scores = (query @ key.transpose(-1, -2)).float() * scale
+    if cap:
+        scores = torch.tanh(scores / cap) * cap
     weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
     return weights.to(query.dtype) @ value
 
@@ -76,11 +79,13 @@ def _(cache: Tensor, update: Tensor, position: Tensor) -> Tensor:
 
 @torch.library.custom_op("xpress::rotary_embedding", mutates_args=())
 def rotary_embedding(states: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
-    """Rotate halves: states [B, heads, S, D], tables cos, sin [N, D/2], positions [B, S] int64 → [B, heads, S, D]."""
-    first, second = states.chunk(2, dim=-1)
+    """Rotate halves of the first R dims of each head: states [B, heads, S, D], tables cos, sin [N, R/2], positions [B, S] int64 →
+    [B, heads, S, D]."""
+    half = cos.shape[1]
+    first, second, rest = torch.split(states, [half, half, states.shape[-1] - 2 * half], dim=-1)
     cosine = cos[positions][:, None]
     sine = sin[positions][:, None]
-    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1)
 
 
 @rotary_embedding.register_fake

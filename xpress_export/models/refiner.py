@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from xpress_export.models.layers import Linear, SwiGlu
+from xpress_export.models.layers import GatedMlp, Linear
 from xpress_export.models.noise import BlockNoise
 
 
@@ -43,7 +43,7 @@ class Refiner(nn.Module):
         self.in_token = Linear(rank, rank)
         # tril(L) + I, folded once: [r, P, P].
         self.mix = nn.Parameter(torch.empty(rank, config.block_size, config.block_size), requires_grad=False)
-        self.mlp = SwiGlu(rank, config.mlp_hidden)
+        self.mlp = GatedMlp(rank, config.mlp_hidden)
 
     def forward(
         self,
