@@ -1,13 +1,17 @@
 """Drafter, refiner and greedy round in plain PyTorch, written from the method's equations: no static cache, no packing, one row.
 
+Layers may have windows and be causal, rotary embeddings may be scaled (linear, llama3, yarn), and logits and embeddings have factors.
+
 Independent of the package on purpose. Reads the serving format by itself and keeps every context row in a list.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -24,18 +28,26 @@ class ReferenceDrafter:
         self.block_size: int = self.config["block_size"]
         self.mask: int = self.config["dflash_config"]["mask_token_id"]
         self.taps: list[int] = self.config["dflash_config"]["target_layer_ids"]
+        self.frequencies, self.rotary_factor = rotary_frequencies(self.config)
 
     def draft(self, context_taps: Tensor, anchor: int, predecessor: int, num_passes: int) -> list[int]:
         """Drafts of slots 1 … P-1. ``context_taps`` [length, T·H]: every verified row before the anchor."""
-        hidden = self._backbone(context_taps, anchor)
+        hidden = self.hidden(context_taps, anchor)
         return self._refine(hidden, anchor, predecessor, num_passes)
 
-    def _backbone(self, context_taps: Tensor, anchor: int) -> Tensor:
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        """Of slots 1 … P-1 [P-1, V], from the hidden states of the block [P, H]."""
+        logits: Tensor = self.config.get("output_multiplier", 1.0) * (hidden[1:] @ self.head.T)
+        cap = self.config.get("final_logit_softcapping")
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def hidden(self, context_taps: Tensor, anchor: int) -> Tensor:
+        """The block's hidden states [P, H] behind every row of ``context_taps`` [length, T·H]."""
         w, config = self.weights, self.config
         heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
         length = context_taps.shape[0]
         context = self._norm(context_taps @ w["fc.weight"].T, w["hidden_norm.weight"])
-        x = self.embedding[torch.tensor([anchor] + [self.mask] * (self.block_size - 1))]
+        x = self.embedding[torch.tensor([anchor] + [self.mask] * (self.block_size - 1))] * self.config.get("input_embedding_scale", 1.0)
         for layer in range(config["num_hidden_layers"]):
             p = f"layers.{layer}."
             states = self._norm(x, w[p + "input_layernorm.weight"])
@@ -44,10 +56,11 @@ class ReferenceDrafter:
             k = self._norm((rows @ w[p + "self_attn.k_proj.weight"].T).view(-1, kv_heads, dim), w[p + "self_attn.k_norm.weight"])
             v = (rows @ w[p + "self_attn.v_proj.weight"].T).view(-1, kv_heads, dim)
             q, k = self._rotate(q, length), self._rotate(k, 0)
+            visible = self._visible(layer, length)
             attended = []
             for head in range(heads):
                 group = head // (heads // kv_heads)
-                scores = q[:, head] @ k[:, group].T / dim**0.5
+                scores = (q[:, head] @ k[:, group].T / dim**0.5).masked_fill(~visible, -math.inf)
                 attended.append(scores.softmax(-1) @ v[:, group])
             x = x + torch.cat(attended, dim=-1) @ w[p + "self_attn.o_proj.weight"].T
             states = self._norm(x, w[p + "post_attention_layernorm.weight"])
@@ -57,7 +70,7 @@ class ReferenceDrafter:
 
     def _refine(self, hidden: Tensor, anchor: int, predecessor: int, num_passes: int) -> list[int]:
         w = {name.removeprefix("xpress_head."): tensor for name, tensor in self.weights.items()}
-        base = hidden[1:] @ self.head.T
+        base = self.base_logits(hidden)
         drafts: list[int] = base.argmax(-1).tolist()
         if not num_passes:
             return drafts
@@ -76,16 +89,56 @@ class ReferenceDrafter:
             drafts = (base + (u @ w["w2.weight"].T)[1:]).argmax(-1).tolist()
         return drafts
 
+    def _visible(self, layer: int, length: int) -> Tensor:
+        """Which of length + P rows each of the block's P rows sees."""
+        sliding = self.config.get("layer_types", ["full_attention"] * (layer + 1))[layer] == "sliding_attention"
+        causal = self.config.get("is_causal", sliding)
+        visible = torch.ones(self.block_size, length + self.block_size, dtype=torch.bool)
+        for slot in range(self.block_size):
+            for row in range(length + self.block_size):
+                distance = length + slot - row
+                if causal and distance < 0:
+                    visible[slot, row] = False
+                if sliding and abs(distance) >= self.config["sliding_window"]:
+                    visible[slot, row] = False
+        return visible
+
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]) * weight
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:
         dim = x.shape[-1]
-        frequencies = 1.0 / self.config["rope_theta"] ** (torch.arange(0, dim, 2).double() / dim)
-        angles = torch.arange(start, start + x.shape[0]).double()[:, None] * frequencies
-        cos, sin = angles.cos().float()[:, None], angles.sin().float()[:, None]
+        angles = torch.arange(start, start + x.shape[0]).double()[:, None] * self.frequencies
+        cos, sin = (values.float()[:, None] * self.rotary_factor for values in (angles.cos(), angles.sin()))
         first, second = x[..., : dim // 2], x[..., dim // 2 :]
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def rotary_frequencies(config: dict[str, Any]) -> tuple[Tensor, float]:
+    """Angle per position of each pair of dims, and what cosines and sines are multiplied with."""
+    dim, base = config["head_dim"], config["rope_theta"]
+    frequencies = base ** -(torch.arange(0, dim, 2).double() / dim)
+    scaling = config.get("rope_scaling") or {"rope_type": "default"}
+    kind, factor = scaling["rope_type"], scaling.get("factor", 1.0)
+    original = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
+    if kind == "linear":
+        return frequencies / factor, 1.0
+    if kind == "llama3":
+        turns = original * frequencies / (2 * math.pi)
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return frequencies * kept + frequencies / factor * (1 - kept), 1.0
+    if kind == "yarn":
+
+        def pair_that_turns(times: float) -> float:
+            return float(dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(base)))
+
+        first = max(math.floor(pair_that_turns(scaling.get("beta_fast", 32.0))), 0)
+        last = min(math.ceil(pair_that_turns(scaling.get("beta_slow", 1.0))), dim - 1)
+        stretched = ((torch.arange(dim // 2).double() - first) / (last - first)).clamp(0, 1)
+        return frequencies * (1 - stretched) + frequencies / factor * stretched, 0.1 * math.log(factor) + 1
+    assert kind == "default"
+    return frequencies, 1.0
 
 
 def greedy_rounds(drafter: ReferenceDrafter, taps: Tensor, prompt: Sequence[int], output: Sequence[int], num_passes: int) -> list[int]:

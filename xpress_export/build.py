@@ -170,6 +170,9 @@ def _drafter_record(drafter: DrafterCheckpoint) -> DrafterRecord:
         head=drafter.head,
         head_rank=drafter.head_rank,
         trained_with_thinking=drafter.trained_with_thinking,
+        anchor_predecessor=drafter.refiner.anchor_predecessor if drafter.refiner is not None else "previous",
+        max_positions=config.backbone.max_positions,
+        draft_vocab_size=config.draft_vocab_size,
         caches=_cache_shape(config.backbone),
     )
 

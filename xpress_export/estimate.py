@@ -19,7 +19,7 @@ from xpress_export.checkpoints import DrafterCheckpoint, DraftModelCheckpoint, T
 from xpress_export.graph_set import graph_makers
 from xpress_export.models.rope import RopeConfig, distinct_ropes
 from xpress_export.options import BuildOptions, cache_rows
-from xpress_runtime.graph_names import SAMPLED
+from xpress_runtime.graph_names import BASE_HEAD, SAMPLED
 from xpress_runtime.manifest import FileRecord, GraphSet, Manifest
 from xpress_runtime.memory import MemoryNeed, largest_below, memory_need
 from xpress_runtime.sets import AttentionForm, Precision, set_name
@@ -186,7 +186,7 @@ def _set(made_of: _Checkpoints, options: BuildOptions, precision: Precision) -> 
         memory = memory_need(manifest(on_disk), graph_set, batch=options.batch)
         return SetEstimate(graphs, on_disk, {}, memory, ())
     # TensorRT-RTX folds the cast of a head's table into it, and so holds the table in fp32.
-    held = {graph: size * (2 if graph in ("head", "draft-head") else 1) for graph, size in graphs.items()}
+    held = {graph: size * (2 if graph in ("head", "draft-head", BASE_HEAD) else 1) for graph, size in graphs.items()}
     engines = {graph: size + (SMALL_ENGINE_CODE_BYTES if _is_small(graph) else ENGINE_CODE_BYTES) for graph, size in held.items()}
     # What a GPU holds of weights are its engines.
     with_engines = manifest(sum(engines.values()))
@@ -199,7 +199,7 @@ def _set(made_of: _Checkpoints, options: BuildOptions, precision: Precision) -> 
 
 def _is_small(graph: str) -> bool:
     """Whether a graph is one of those between the models, beside acceptance and the greedy refiners."""
-    models = ("embed", "target", "head", "drafter", "draft-embed", "draft-decoder", "draft-head")
+    models = ("embed", "target", "head", BASE_HEAD, "drafter", "draft-embed", "draft-decoder", "draft-head")
     return graph not in (*models, "accept") and (not graph.startswith("refiner-") or graph.endswith(SAMPLED))
 
 
@@ -223,6 +223,8 @@ def _stored_as(graph: str, name: str, made_of: _Checkpoints) -> str:
         return f"{rope}: {tensor}"
     if owner.rpartition(".")[2] == "noise":
         return f"noise: {tensor}"
+    if graph == BASE_HEAD and not made_of.drafter.has_own_head:
+        graph, name = "head", tensor
     if graph == "head" and target.config.tied_embeddings:
         graph = "embed"
     elif graph.startswith("refiner-"):

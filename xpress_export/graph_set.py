@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from xpress_export.checkpoints import DrafterCheckpoint, DraftModelCheckpoint, TargetCheckpoint
+from xpress_export.checkpoints.base_head import base_head
 from xpress_export.graphs.accept import accept_graph, accept_sampled_graph
+from xpress_export.graphs.base_head import base_head_graph
 from xpress_export.graphs.confidence import confidence_graph
 from xpress_export.graphs.denoise import denoise_graph
 from xpress_export.graphs.draft_decoder import draft_decoder_graph
@@ -72,7 +74,13 @@ def export_graph_set(
 def set_graph_names(options: BuildOptions, draft_model: DraftModelCheckpoint | None = None) -> tuple[str, ...]:
     """The graphs of a set, in the order of export: small ones first, so that a fault in them shows early."""
     shares_tables = None if draft_model is None else draft_model.shares_tables
-    return graph_names(options.num_passes, options.shortlists, sampling=options.sampling, draft_model_shares_tables=shares_tables)
+    return graph_names(
+        options.num_passes,
+        options.shortlists,
+        sampling=options.sampling,
+        base_head=options.base_head,
+        draft_model_shares_tables=shares_tables,
+    )
 
 
 def graph_makers(
@@ -119,8 +127,9 @@ def graph_makers(
         **_draft_model_makers(draft_model, options, precision, form, block_size=block_size, vocab_size=vocab_size),
         "embed": lambda: embed_graph(in_precision(target.embedding(), precision)),
         "head": lambda: head_graph(in_precision(target.head(), precision)),
+        "base-head": lambda: base_head_graph(in_precision(base_head(target, drafter), precision), vocab_size),
         "drafter": lambda: drafter_graph(in_precision(drafter.drafter(options.cache_rows, form, target.config.embedding_scale), precision)),
-        "target": lambda: target_graph(in_precision(target.decoder(config.tap_layers, options.cache_rows, form), precision)),
+        "target": lambda: target_graph(in_precision(target.decoder(config.tap_layers, options.cache_rows, form, precision), precision)),
     }
     return {name: makers[name] for name in set_graph_names(options, draft_model)}
 
@@ -148,5 +157,5 @@ def _draft_model_makers(
         f"draft-step{SAMPLED}": lambda: step(sampled=True),
         "draft-embed": lambda: replace(embed_graph(in_precision(draft_model.embedding(), precision)), name="draft-embed"),
         "draft-head": lambda: replace(head_graph(in_precision(draft_model.head(), precision)), name="draft-head"),
-        "draft-decoder": lambda: draft_decoder_graph(in_precision(draft_model.decoder(options.cache_rows, form), precision)),
+        "draft-decoder": lambda: draft_decoder_graph(in_precision(draft_model.decoder(options.cache_rows, form, precision), precision)),
     }

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xpress_export.checkpoints import DrafterCheckpoint, TargetCheckpoint
+from xpress_export.checkpoints.base_head import needs_base_head
 from xpress_runtime.errors import OptionError
+from xpress_runtime.sets import Precision
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CAPACITY = 2048
 DEFAULT_PREFILL_CHUNK = 128
@@ -19,6 +24,7 @@ class BuildOptions:
 
     ``num_passes``: the default first, 0 always among them. ``shortlists``: candidates per slot, the default first, 0 is the whole
     vocabulary. ``cache_rows``: capacity and the longest overhang. ``sampling``: whether graphs for sampling are among them.
+    ``base_head``: whether the block's logits come from a graph of their own, which follows from the checkpoints.
     """
 
     num_passes: tuple[int, ...]
@@ -28,6 +34,7 @@ class BuildOptions:
     prefill_chunk: int
     cache_rows: int
     sampling: bool
+    base_head: bool
 
 
 def resolve_options(
@@ -42,11 +49,18 @@ def resolve_options(
     sampling: bool = True,
 ) -> BuildOptions:
     """Fill in what was not given from the checkpoints and refuse what they cannot do (OptionError)."""
-    vocab_size, max_positions = target.config.vocab_size, target.config.max_positions
+    max_positions = target.config.max_positions
     if capacity is None:
         capacity = min(DEFAULT_CAPACITY, max_positions)
     if not 2 <= capacity <= max_positions:
         raise OptionError(f"--capacity is {capacity}, expected 2 to {max_positions}, the positions of {target.location.source}")
+    if capacity > (trained := drafter.config.backbone.max_positions):
+        logger.warning(
+            "capacity %d is longer than what drafter '%s' was trained for (%d): texts beyond that stay exact, and may be drafted badly",
+            capacity,
+            drafter.location.source,
+            trained,
+        )
     batch = 1 if batch is None else batch
     if not 1 <= batch <= MAX_BATCH:
         raise OptionError(f"--batch is {batch}, expected 1 to {MAX_BATCH}")
@@ -54,13 +68,37 @@ def resolve_options(
     chunk = min(prefill_chunk or DEFAULT_PREFILL_CHUNK, capacity)
     return BuildOptions(
         num_passes=_passes(drafter, num_passes),
-        shortlists=_shortlists(drafter, shortlists, vocab_size),
+        shortlists=_shortlists(drafter, shortlists),
         capacity=capacity,
         batch=batch,
         prefill_chunk=chunk,
         cache_rows=cache_rows(capacity, chunk, block_size),
         sampling=sampling,
+        base_head=needs_base_head(target, drafter),
     )
+
+
+def resolve_precisions(target: TargetCheckpoint, wanted: Sequence[Precision], *, with_half: bool) -> tuple[Precision, ...]:
+    """The precisions to build, each once; none wanted: fp32 and, ``with_half``, the half precision that suits the target.
+
+    OptionError where the target cannot be computed in one that is wanted.
+    """
+    reason = target.beyond_fp16
+    if not wanted:
+        half = Precision.FP16 if reason is None else Precision.BF16
+        return (Precision.FP32, half) if with_half else (Precision.FP32,)
+    if reason is not None and Precision.FP16 in wanted:
+        raise OptionError(f"--precision fp16 is too narrow for {target.model_type} ({target.location.source}): {reason}; use bf16")
+    return tuple(dict.fromkeys(wanted))
+
+
+def check_engine_support(target: TargetCheckpoint) -> None:
+    """OptionError where the target's graphs cannot become engines; asked before any work."""
+    if target.config.attention_cap is not None:
+        raise OptionError(
+            f"no engine can be built of {target.location.source}: {target.model_type} bounds its attention scores "
+            "(attn_logit_softcapping), which TensorRT's attention does not; leave out --engine"
+        )
 
 
 def cache_rows(capacity: int, prefill_chunk: int, block_size: int) -> int:
@@ -72,7 +110,8 @@ def cache_rows(capacity: int, prefill_chunk: int, block_size: int) -> int:
     return -(-(capacity + max(prefill_chunk, 2 * block_size) + block_size) // 16) * 16
 
 
-def _shortlists(drafter: DrafterCheckpoint, wanted: Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
+def _shortlists(drafter: DrafterCheckpoint, wanted: Sequence[int] | None) -> tuple[int, ...]:
+    vocab_size = drafter.config.draft_vocab_size
     sizes = tuple(wanted) if wanted else (drafter.refiner.shortlist if drafter.refiner else 0,)
     for size in sizes:
         if not 0 <= size <= vocab_size:

@@ -10,26 +10,40 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from xpress_runtime.errors import OutputError
 from xpress_runtime.graph_names import GRAPH_NAME
 from xpress_runtime.manifest import MANIFEST_FILE
 
-# What a build or an export writes, as paths in its folder.
-_WRITTEN = re.compile(
+
+@dataclass(frozen=True)
+class Written:
+    """What a command writes into its folder, so that it may replace it: ``files`` match paths in the folder, ``what`` names it.
+
+    ``marker`` is a file that must be there, where the other files alone could be somebody's own.
+    """
+
+    files: re.Pattern[str]
+    what: str
+    marker: str | None = None
+
+
+_BUNDLE_FILES = re.compile(
     r"bundle\.json|\.bundle\.json\.partial|tokenizer/(tokenizer\.json|settings\.json|chat_template\.jinja)"
     rf"|(graphs/[^/]+/)?(weights\.bin|({GRAPH_NAME})\.onnx)"
     rf"|(engines/[^/]+/)?(engines\.json|({GRAPH_NAME})\.engine)"
 )
+BUNDLE_OR_GRAPHS = Written(_BUNDLE_FILES, "a bundle or of exported graphs")
 _ANOTHER = "give another --output"
 
 
-def refuse_existing(output: Path, *, replace: bool, advice: str = _ANOTHER) -> None:
+def refuse_existing(output: Path, *, replace: bool, advice: str = _ANOTHER, written: Written = BUNDLE_OR_GRAPHS) -> None:
     """OutputError when ``output`` cannot become a folder; a caller asks early, before minutes of work.
 
-    ``replace`` allows it to be an empty folder, a bundle, exported graphs or engines already: a folder with anything else in it is never
-    removed. ``advice`` is what an error tells the user to do.
+    ``replace`` allows it to be an empty folder, or to hold what is ``written`` already: a folder with anything else in it is never removed.
+    ``advice`` is what an error tells the user to do.
     """
     with _disk_errors(output, advice):
         if output.name in ("", ".."):
@@ -41,24 +55,24 @@ def refuse_existing(output: Path, *, replace: bool, advice: str = _ANOTHER) -> N
             return
         if not output.is_dir():
             raise OutputError(f"{output} is a file; {advice}")
-        foreign = _foreign_file(output)
+        foreign = _foreign_file(output, written)
         if not replace:
             hint = ", or --force to replace it" if foreign is None else ""
             raise OutputError(f"{output} exists already; {advice}{hint}")
         if foreign is not None:
-            raise OutputError(
-                f"{output} holds {foreign}, which is not part of a bundle or of exported graphs, so it is not replaced; {advice}"
-            )
+            raise OutputError(f"{output} holds {foreign}, which is not part of {written.what}, so it is not replaced; {advice}")
 
 
 @contextmanager
-def staged_folder(output: Path, *, needed_bytes: int, replace: bool, advice: str = _ANOTHER) -> Iterator[Path]:
+def staged_folder(
+    output: Path, *, needed_bytes: int, replace: bool, advice: str = _ANOTHER, written: Written = BUNDLE_OR_GRAPHS
+) -> Iterator[Path]:
     """A fresh folder beside ``output``, renamed to it when the block ends without an exception and removed otherwise, Ctrl-C included.
 
     ``needed_bytes`` is compared with the free space first. An existing ``output`` is refused, or with ``replace`` exchanged at the end
     (see :func:`refuse_existing`). Raises OutputError.
     """
-    refuse_existing(output, replace=replace, advice=advice)
+    refuse_existing(output, replace=replace, advice=advice, written=written)
     parent = output.absolute().parent
     with _disk_errors(output, advice):
         free = shutil.disk_usage(_nearest_folder(output, advice)).free
@@ -76,7 +90,7 @@ def staged_folder(output: Path, *, needed_bytes: int, replace: bool, advice: str
             staging.chmod(0o777 & ~_umask())
             yield staging
             # Once more: something may have been put there in the meantime.
-            refuse_existing(output, replace=replace, advice=advice)
+            refuse_existing(output, replace=replace, advice=advice, written=written)
             _exchange(staging, output)
     finally:
         try:
@@ -97,8 +111,9 @@ def _nearest_folder(output: Path, advice: str) -> Path:
     return nearest
 
 
-def _foreign_file(folder: Path) -> str | None:
-    """A file in ``folder`` that no build or export put there."""
+def _foreign_file(folder: Path, written: Written) -> str | None:
+    """A file in ``folder`` that no command which writes this put there."""
+    has_marker = written.marker is None or (folder / written.marker).is_file()
     try:
         listed = set(json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))["files"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -107,7 +122,7 @@ def _foreign_file(folder: Path) -> str | None:
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         is_file = path.is_symlink() or not path.is_dir()
-        if is_file and name not in listed and not _WRITTEN.fullmatch(name):
+        if is_file and name not in listed and not (has_marker and written.files.fullmatch(name)):
             return name
     return None
 

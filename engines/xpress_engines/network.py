@@ -36,10 +36,15 @@ _NOISE = "noise is drawn for fp32 logits: a draw in half precision would have ot
 # All of fp32 that a graph with half-precision tensors may have.
 FP32_ISLANDS = (
     Fp32Island("*", "RMSNormalization", None, "the sum of squares of a norm leaves the range of fp16"),
-    Fp32Island("head", "Gemm", "hidden", "logits of a half-precision product lie on a grid so coarse that they tie"),
-    Fp32Island("head", "ArgMax", None, _SCORES),
-    Fp32Island("draft-head", "Gemm", "hidden", "as in the head of the target"),
-    Fp32Island("draft-head", "ArgMax", None, _SCORES),
+    *(
+        island
+        for graph in ("head", "base-head", "draft-head")
+        for island in (
+            Fp32Island(graph, "Gemm", "hidden", "logits of a half-precision product lie on a grid so coarse that they tie"),
+            # A family's scale and cap, and the best.
+            *(Fp32Island(graph, operator, None, _SCORES) for operator in ("Mul", "Div", "Tanh", "ArgMax")),
+        )
+    ),
     Fp32Island("drafter", "MatMul", "taps", "taps of real models exceed 2e4, and their sum the range of fp16"),
     Fp32Island("refiner-k*", "Add", "base_logits", _SCORES),
     Fp32Island("refiner-k*", "ArgMax", None, _SCORES),
@@ -92,14 +97,16 @@ _MOVING = {
     "FILL",
     "SELECT",
 }
-# What the bound of attention is made of: columns compared with positions.
+# What the bound of attention is made of: columns compared with positions, and in layers with a window with where that begins.
 _BOUNDING = {
     "Add",
+    "And",
     "Cast",
     "Concat",
     "Constant",
     "Expand",
     "Gather",
+    "Greater",
     "Identity",
     "Less",
     "LessOrEqual",
@@ -108,6 +115,7 @@ _BOUNDING = {
     "Shape",
     "Slice",
     "Squeeze",
+    "Sub",
     "Unsqueeze",
 }
 _FLOATS = {"FLOAT", "HALF", "BF16"}

@@ -135,6 +135,8 @@ def _calls(graph: str, profile: ProfileSet, sizes: BlockSizes) -> _Calls:
         drafted = [{"tokens": 2, "rows": 1}] if sizes.draft_model_shares_tables else []
         in_round = rounds({"tokens": block, "rows": block - 1}, {"tokens": block, "rows": block}, {"tokens": 1, "rows": 1}, *drafted)
         return _Calls([{**prompt[0], "rows": 1}], in_round)
+    if graph == "base-head":
+        return _Calls([], rounds({"tokens": block, "rows": block - 1}))
     if graph == "drafter":
         # A backlog of taps is read in a block's width or in a chunk's.
         return _Calls(prompt, rounds({"tokens": block}))

@@ -13,9 +13,11 @@ SAMPLED = "-sampled"
 _SMALL = ("accept", "denoise", "lookup", "confidence", "store-taps")
 _SMALL_SAMPLED = ("sample", "accept-sampled", "accept-candidates", "filter-top-k", "filter-top-p", "penalise", "count")
 _LARGE = ("embed", "head", "drafter", "target")
+# The head of a block whose logits are not the target's head's.
+BASE_HEAD = "base-head"
 # What a regular expression takes for the name of a graph.
 GRAPH_NAME = "|".join(
-    (*_SMALL, *_SMALL_SAMPLED, *_LARGE, r"refiner-k\d+(-c\d+)?(-sampled)?", "draft-(start|step|step-sampled|embed|head|decoder)")
+    (*_SMALL, *_SMALL_SAMPLED, *_LARGE, BASE_HEAD, r"refiner-k\d+(-c\d+)?(-sampled)?", "draft-(start|step|step-sampled|embed|head|decoder)")
 )
 
 
@@ -31,7 +33,12 @@ def refiner_variants(num_passes: Sequence[int], shortlists: Sequence[int]) -> li
 
 
 def graph_names(
-    num_passes: Sequence[int], shortlists: Sequence[int], *, sampling: bool, draft_model_shares_tables: bool | None
+    num_passes: Sequence[int],
+    shortlists: Sequence[int],
+    *,
+    sampling: bool,
+    draft_model_shares_tables: bool | None,
+    base_head: bool = False,
 ) -> tuple[str, ...]:
     """Every graph of a set, small ones first. ``draft_model_shares_tables`` is None where there is no autoregressive drafter."""
     forms = (False, True) if sampling else (False,)
@@ -40,4 +47,5 @@ def graph_names(
     if draft_model_shares_tables is not None:
         draft_model = ["draft-start", *(f"draft-step{SAMPLED if sampled else ''}" for sampled in forms)]
         draft_model += ["draft-decoder"] if draft_model_shares_tables else ["draft-embed", "draft-head", "draft-decoder"]
-    return (*_SMALL, *(_SMALL_SAMPLED if sampling else ()), *refiners, *draft_model, *_LARGE)
+    own_head = (BASE_HEAD,) if base_head else ()
+    return (*_SMALL, *(_SMALL_SAMPLED if sampling else ()), *refiners, *draft_model, *own_head, *_LARGE)

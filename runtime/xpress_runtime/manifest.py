@@ -18,6 +18,7 @@ from xpress_runtime.version import BUNDLE_FORMAT
 MANIFEST_FILE = "bundle.json"
 
 HEADS = ("xpress", "markov")
+ANCHOR_PREDECESSORS = ("previous", "anchor")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,11 @@ class TargetRecord:
 
 @dataclass(frozen=True)
 class DrafterRecord:
-    """The block drafter of a bundle. ``head``: "xpress" (the refiner), "markov" or None for bare DFlash; ``head_rank`` is its rank."""
+    """The block drafter of a bundle. ``head``: "xpress" (the refiner), "markov" or None for bare DFlash; ``head_rank`` is its rank.
+
+    ``anchor_predecessor``: what the refiner takes for the token before the anchor, "previous" (that token) or "anchor" (the anchor itself).
+    ``max_positions``: the longest text that it was trained for. ``draft_vocab_size``: tokens that it can draft.
+    """
 
     origin: Origin
     block_size: int
@@ -67,6 +72,9 @@ class DrafterRecord:
     head: str | None
     head_rank: int | None
     trained_with_thinking: bool | None
+    anchor_predecessor: str
+    max_positions: int
+    draft_vocab_size: int
     caches: CacheShape
 
     @property
@@ -125,7 +133,8 @@ class Manifest:
 
     ``num_passes`` and ``shortlists`` list the built numbers of refinement passes and of candidates per slot (0: the whole vocabulary), the
     default first; ``capacity`` is in tokens (prompt and output together), and ``cache_rows`` is larger by the longest overhang of a chunk
-    or block. ``sampling``: whether the graphs for sampling are there. ``parity`` is what the last parity run of each graph set found.
+    or block. ``sampling``: whether the graphs for sampling are there. ``base_head``: whether the block has a head of its own. ``parity`` is
+    what the last parity run of each graph set found.
     """
 
     target: TargetRecord
@@ -134,6 +143,7 @@ class Manifest:
     num_passes: tuple[int, ...]
     shortlists: tuple[int, ...]
     sampling: bool
+    base_head: bool
     capacity: int
     cache_rows: int
     prefill_chunk: int
@@ -152,7 +162,9 @@ class Manifest:
     def graph_names(self) -> tuple[str, ...]:
         """Every graph that a set of this bundle has."""
         draft = None if self.draft_model is None else self.draft_model.shares_tables
-        return graph_names(self.num_passes, self.shortlists, sampling=self.sampling, draft_model_shares_tables=draft)
+        return graph_names(
+            self.num_passes, self.shortlists, sampling=self.sampling, base_head=self.base_head, draft_model_shares_tables=draft
+        )
 
     def with_parity(self, parity: Mapping[str, Mapping[str, Any]]) -> Manifest:
         """With the results of these sets, those of others kept."""
@@ -184,6 +196,7 @@ def read_manifest(fields: Fields) -> Manifest:
         num_passes=fields.integers("num_passes"),
         shortlists=fields.integers("shortlists"),
         sampling=fields.boolean("sampling"),
+        base_head=fields.boolean("base_head"),
         capacity=fields.integer("capacity", 1),
         cache_rows=fields.integer("cache_rows", 1),
         prefill_chunk=fields.integer("prefill_chunk", 1),
@@ -251,6 +264,9 @@ def _drafter(fields: Fields) -> DrafterRecord:
         head=fields.choice("head", HEADS) if "head" in fields else None,
         head_rank=fields.integer("head_rank", 1) if "head_rank" in fields else None,
         trained_with_thinking=fields.boolean("trained_with_thinking") if "trained_with_thinking" in fields else None,
+        anchor_predecessor=fields.choice("anchor_predecessor", ANCHOR_PREDECESSORS),
+        max_positions=fields.integer("max_positions", 1),
+        draft_vocab_size=fields.integer("draft_vocab_size", 1),
         caches=_caches(fields.nested("caches")),
     )
 

@@ -197,10 +197,12 @@ class Plan:
         embeddings = self.shaped("embed", "embeddings", self.buffers.embeddings, num_rows, width)
         return self.program("embed").bind({"ids": ids.view(num_rows, width), "embeddings": embeddings})
 
-    def bind_head(self, num_rows: int, width: int, rows: Buffer, hidden: Buffer, logits: Buffer, tokens: Buffer) -> BoundProgram:
+    def bind_head(
+        self, num_rows: int, width: int, rows: Buffer, hidden: Buffer, logits: Buffer, tokens: Buffer, graph: str = "head"
+    ) -> BoundProgram:
         """The wanted ``rows`` [num_rows, R] of hidden states → logits and best tokens."""
         num_wanted = rows.shape[1]
-        return self.program("head").bind(
+        return self.program(graph).bind(
             {
                 "hidden": self.shaped("target", "hidden", hidden, num_rows, width),
                 "rows": rows,

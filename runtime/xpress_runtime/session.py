@@ -21,6 +21,7 @@ from typing import Any, Self, SupportsIndex
 from xpress_runtime.backends import Backend, open_backend
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.errors import OptionError, PromptError
+from xpress_runtime.fit import DrafterFit
 from xpress_runtime.generation import MAX_SEED, GenerationConfig, GenerationResult, Piece
 from xpress_runtime.loop import Loop
 from xpress_runtime.loops import Loops
@@ -60,6 +61,7 @@ class Session:
             backend.close()
             raise
         self._loops = Loops()
+        self._fit = DrafterFit(bundle.manifest.drafter)
         # Counts generations: a stream that is no longer the latest one has lost its caches.
         self._generation = 0
         # One thread at a time works on the plan; generations of several threads wait for each other.
@@ -100,25 +102,32 @@ class Session:
             self._loops = Loops()
             self.backend.close()
 
-    def generate(self, prompt: Prompt, config: GenerationConfig | None = None) -> GenerationResult:
+    def generate(
+        self, prompt: Prompt, config: GenerationConfig | None = None, *, chat_variables: Mapping[str, Any] | None = None
+    ) -> GenerationResult:
         """Generate to the end. ``prompt``: text, chat messages ({"role", "content"} each), or token ids.
 
-        Calls from several threads run one after the other. Raises PromptError and OptionError.
+        ``chat_variables`` go to the chat template, such as {"enable_thinking": False}. Calls from several threads run one after the other.
+        Raises PromptError and OptionError.
         """
         with self._lock:
-            stream = self.stream(prompt, config)
+            stream = self.stream(prompt, config, chat_variables=chat_variables)
             for _ in stream:
                 pass
             return stream.result
 
-    def stream(self, prompt: Prompt, config: GenerationConfig | None = None) -> GenerationStream:
+    def stream(
+        self, prompt: Prompt, config: GenerationConfig | None = None, *, chat_variables: Mapping[str, Any] | None = None
+    ) -> GenerationStream:
         """Generate piece by piece. Input is checked here, before the first piece is asked for; work begins with the first piece.
 
         A stream may be abandoned at any point; beginning another one on this session ends it.
         """
         config = self._seeded(config or GenerationConfig())
-        tokens = self.encode(prompt)
+        tokens = self.encode(prompt, chat_variables=chat_variables)
         room = self._room(tokens)
+        if config.speculation != "off" and config.drafter == "block":
+            self._fit.check_length(len(tokens) + min(room, config.max_new_tokens))
         if config.stop and self.tokenizer is None:
             raise OptionError("stop strings need a tokenizer, and this bundle has none; use stop_token_ids")
         progress = RequestProgress(config, stop_token_ids=self.bundle.manifest.target.stop_token_ids, room=room, tokenizer=self.tokenizer)
@@ -128,8 +137,12 @@ class Session:
             loop = self._loops.loop(self.open_plan(), config)
             return GenerationStream(self, loop, tokens, config, progress, self._generation)
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """A prompt as token ids, as the target's tokenizer and chat template make them. Raises PromptError."""
+    def encode(self, prompt: Prompt, *, chat_variables: Mapping[str, Any] | None = None) -> list[int]:
+        """A prompt as token ids, as the target's tokenizer and chat template make them. Raises PromptError.
+
+        Token ids are those of the model, which may have more than its tokenizer: such a token stands for no text.
+        """
+        variables = dict(chat_variables or {})
         if isinstance(prompt, str):
             tokens = self._tokenizer().encode(prompt)
         elif not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
@@ -138,9 +151,13 @@ class Session:
             items = list(prompt)
             messages = [item for item in items if isinstance(item, Mapping)]
             if messages and len(messages) == len(items):
-                tokens = self._tokenizer().encode_chat(messages)
+                tokens = self._tokenizer().encode_chat(messages, **variables)
+                self._fit.check_chat(self._tokenizer(), variables)
+                variables = {}
             else:
                 tokens = _token_ids(items, self.bundle.manifest.target.vocab_size)
+        if variables:
+            raise PromptError(f"chat variables ({', '.join(variables)}) are for chat messages, and the prompt is not one")
         if not tokens:
             raise PromptError("the prompt is empty; give at least one token")
         return tokens

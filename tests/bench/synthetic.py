@@ -30,11 +30,12 @@ def manifest(**changes: Any) -> Manifest:
     origin = Origin("folder/tiny", None, "apache-2.0", "0123456789abcdef" * 4)
     fields: dict[str, Any] = {
         "target": TargetRecord(origin, "llama", 16, 100, 512, (2,), CACHES),
-        "drafter": DrafterRecord(origin, BLOCK_SIZE, 4, (0,), "xpress", 4, None, CACHES),
+        "drafter": DrafterRecord(origin, BLOCK_SIZE, 4, (0,), "xpress", 4, None, "previous", 512, 100, CACHES),
         "draft_model": DraftModelRecord(origin, (0, 1), 16, 100, True, CACHES),
         "num_passes": (2, 4, 1, 0),
         "shortlists": (0, 256),
         "sampling": True,
+        "base_head": False,
         "capacity": 512,
         "cache_rows": 1024,
         "prefill_chunk": 128,

@@ -3,97 +3,17 @@
 from __future__ import annotations
 
 import json
-import random
-import struct
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from tests.tiny import edit_json, write_drafter, write_target
+from tests.checkpoints.spoil import Change, assert_refused, edit_index, fields, generation, nested, open_any, rope, tensors
+from tests.tiny import write_drafter, write_target
 from xpress_export.checkpoints import check_pairing, open_drafter, open_target
-from xpress_runtime.errors import CheckpointError, PairingError, UserError
-from xpress_runtime.sets import AttentionForm
-
-Change = Callable[[Path], object]
-
-
-@pytest.fixture(scope="session")
-def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Good checkpoints; a case copies what it spoils."""
-    root = tmp_path_factory.mktemp("originals")
-    for model_type in ("llama", "qwen2", "qwen3", "mistral"):
-        write_target(root / model_type, model_type)
-    write_target(root / "tied", tie_word_embeddings=True)
-    write_target(root / "sharded", max_shard_size="20KB")
-    write_drafter(root / "xpress", root / "llama")
-    write_drafter(root / "dflash", root / "llama", refiner=False)
-    return root
-
-
-@pytest.fixture
-def copy(originals: Path, tmp_path: Path) -> Callable[[str], Path]:
-    def copy_folder(name: str) -> Path:
-        folder = tmp_path / name
-        folder.mkdir()
-        for path in (originals / name).iterdir():
-            (folder / path.name).write_bytes(path.read_bytes())
-        return folder
-
-    return copy_folder
-
-
-def assert_refused(action: Callable[[], object], *named: str, error: type[UserError] = CheckpointError) -> None:
-    with pytest.raises(error) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message
-    assert len(message) < 700
-    for name in named:
-        assert name in message
-
-
-def fields(**changes: Any) -> Change:
-    return lambda folder: edit_json(folder / "config.json", **changes)
-
-
-def generation(**changes: Any) -> Change:
-    return lambda folder: edit_json(folder / "generation_config.json", **changes)
-
-
-def nested(outer: str, **changes: Any) -> Change:
-    def change(folder: Path) -> None:
-        values = json.loads((folder / "config.json").read_text())[outer]
-        values |= changes
-        edit_json(folder / "config.json", **{outer: {name: value for name, value in values.items() if value is not ...}})
-
-    return change
-
-
-def tensors(**changes: Any) -> Change:
-    """Replace tensors (dots written as __), drop them (...), or apply a function to them."""
-
-    def change(folder: Path) -> None:
-        path = folder / "model.safetensors"
-        held = load_file(path)
-        for key, value in changes.items():
-            name = key.replace("__", ".")
-            if value is ...:
-                del held[name]
-            else:
-                held[name] = value(held[name]).contiguous() if callable(value) else value
-        save_file(held, path)
-
-    return change
-
-
-def rope(**values: Any) -> Change:
-    return fields(rope_parameters=values)
-
+from xpress_runtime.errors import CheckpointError, PairingError
 
 BIG = 10**9
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -104,11 +24,7 @@ CONFIG_CASES: list[tuple[str, Change, tuple[str, ...]]] = [
     # Kind of model.
     ("llama", fields(model_type=...), ("config.json", "model_type", "missing")),
     ("llama", fields(model_type=3), ("model_type", "3")),
-    ("llama", fields(model_type="gpt9"), ("gpt9", "llama, qwen2, qwen3, mistral")),
-    ("llama", fields(model_type="qwen3_moe"), ("qwen3_moe", "mixture of experts")),
-    ("llama", fields(model_type="mixtral"), ("mixtral", "mixture of experts")),
-    ("llama", fields(model_type="qwen3_next"), ("qwen3_next", "linear attention")),
-    ("llama", fields(model_type="gemma2"), ("gemma2", "soft-capping")),
+    ("llama", fields(model_type="gpt9"), ("gpt9", "llama, qwen2, qwen3, mistral", "gemma3_text")),
     # Sizes: missing, absurd, of the wrong type.
     *[
         ("qwen3", fields(**{name: value}), (name, "missing" if value is ... else json.dumps(value)))
@@ -147,6 +63,9 @@ CONFIG_CASES: list[tuple[str, Change, tuple[str, ...]]] = [
             ("final_logit_softcapping", 30.0),
             ("attn_logit_softcapping", 50.0),
             ("num_experts", 8),
+            ("num_experts", False),
+            ("use_parallel_residual", 0),
+            ("partial_rotary_factor", True),
             ("num_local_experts", 8),
             ("n_routed_experts", 64),
             ("partial_rotary_factor", 0.5),
@@ -163,18 +82,14 @@ CONFIG_CASES: list[tuple[str, Change, tuple[str, ...]]] = [
         )
     ],
     ("llama", fields(auto_map={"AutoModelForCausalLM": "modeling_x.Model"}), ("auto_map", "AutoModelForCausalLM")),
-    ("mistral", fields(sliding_window=4096), ("sliding_window", "4096")),
-    ("mistral", fields(sliding_window=...), ("sliding_window", "absent", "4096")),
     ("mistral", fields(attention_bias=True), ("attention_bias", "true")),
-    ("qwen3", fields(use_sliding_window=True), ("use_sliding_window", "true")),
-    ("qwen3", fields(layer_types=["full_attention", "sliding_attention", "full_attention"]), ("layer_types[1]", "sliding_attention")),
     ("qwen3", fields(layer_types=["full_attention"] * 2), ("layer_types", "3")),
     ("qwen3", fields(layer_types="full_attention"), ("layer_types",)),
     ("qwen2", fields(mlp_bias=True), ("mlp_bias", "true")),
     # Rotary embedding.
     *[
-        ("llama", rope(rope_type=kind, factor=2.0), (kind, "default, linear, llama3, yarn"))
-        for kind in ("dynamic", "longrope", "mrope", "su")
+        ("llama", rope(rope_type=kind, factor=2.0), (kind, "default, linear, llama3, yarn, longrope"))
+        for kind in ("dynamic", "mrope", "proportional", "")
     ],
     ("llama", rope(rope_type=3), ("rope_type", "3")),
     ("llama", rope(rope_type="linear"), ("factor", "missing")),
@@ -191,6 +106,7 @@ CONFIG_CASES: list[tuple[str, Change, tuple[str, ...]]] = [
     ("llama", rope(**LLAMA3, original_max_position_embeddings=0), ("original_max_position_embeddings", "0")),
     ("llama", rope(**YARN, beta_fast=1.0, beta_slow=2.0), ("beta_slow", "beta_fast")),
     ("llama", rope(**YARN, attention_factor=-1.0), ("attention_factor", "-1")),
+    ("llama", rope(**YARN, attention_factor=0), ("attention_factor", "0")),
     ("llama", rope(**YARN, truncate="no"), ("truncate", "no")),
     ("llama", rope(**YARN, mscale=[1]), ("mscale",)),
     ("llama", fields(rope_parameters=[1e4]), ("rope_parameters",)),
@@ -211,7 +127,7 @@ CONFIG_CASES: list[tuple[str, Change, tuple[str, ...]]] = [
     ("xpress", fields(xpress_num_passes=0), ("xpress_num_passes", "0")),
     *[
         ("xpress", fields(**{name: ...}), (name, "missing"))
-        for name in ("xpress_rank", "xpress_mlp_hidden", "xpress_block_size", "xpress_num_passes", "num_target_layers", "dflash_config")
+        for name in ("xpress_rank", "xpress_mlp_hidden", "xpress_block_size", "xpress_num_passes", "dflash_config")
     ],
     ("xpress", fields(xpress_topc=62), ("xpress_topc", "62")),
     ("xpress", fields(xpress_topc=16, xpress_candidate_topc=32), ("xpress_topc", "16", "32")),
@@ -228,6 +144,7 @@ CONFIG_CASES: list[tuple[str, Change, tuple[str, ...]]] = [
     ("xpress", fields(layer_types=["full_attention", "sliding_attention"]), ("layer_types[1]", "sliding_attention")),
     ("dflash", fields(layer_types=["full_attention", "sliding_attention"]), ("layer_types[1]", "sliding_attention")),
     ("dflash", fields(xpress_rank=8), ("DFlashDraftModel", "xpress_rank")),
+    ("dflash", fields(num_target_layers=..., dflash_config={"mask_token_id": 60}), ("target_layer_ids", "num_target_layers")),
 ]
 
 TENSOR_CASES: list[tuple[str, Change, tuple[str, ...]]] = [
@@ -256,10 +173,6 @@ TENSOR_CASES: list[tuple[str, Change, tuple[str, ...]]] = [
     ("dflash", tensors(xpress_head__w1__weight=torch.ones(61, 8)), ("xpress_head", "xpress_rank")),
     ("dflash", tensors(markov_w1__weight=torch.ones(61, 8)), ("'markov_w1.weight'", "not part")),
 ]
-
-
-def open_any(folder: Path) -> object:
-    return open_drafter(str(folder)) if folder.name in ("xpress", "dflash") else open_target(str(folder))
 
 
 @pytest.mark.parametrize(("name", "change", "named"), CONFIG_CASES + TENSOR_CASES)
@@ -315,154 +228,6 @@ def test_missing_files(tmp_path: Path, copy: Callable[[str], Path]) -> None:
 def test_a_target_is_no_drafter_and_a_drafter_no_target(originals: Path) -> None:
     assert_refused(lambda: open_drafter(str(originals / "llama")), "LlamaForCausalLM", "not a drafter")
     assert_refused(lambda: open_target(str(originals / "xpress")), "is a drafter", "dflash_config")
-
-
-# Files.
-
-
-@pytest.mark.parametrize("size", [0, 4, 8, 100, -1000, -1])
-def test_truncated(size: int, copy: Callable[[str], Path]) -> None:
-    folder = copy("llama")
-    path = folder / "model.safetensors"
-    content = path.read_bytes()
-    path.write_bytes(content[:size])
-    assert_refused(lambda: open_target(str(folder)), "model.safetensors", "fetch it again")
-
-
-def test_longer_than_its_header_says(copy: Callable[[str], Path]) -> None:
-    folder = copy("llama")
-    with (folder / "model.safetensors").open("ab") as file:
-        file.write(b"x")
-    assert_refused(lambda: open_target(str(folder)), "model.safetensors", "fetch it again")
-
-
-@pytest.mark.parametrize("length", [0, 1, 2**31, 2**63, 2**64 - 1])
-def test_absurd_header_length(length: int, copy: Callable[[str], Path]) -> None:
-    folder = copy("llama")
-    path = folder / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
-    assert_refused(lambda: open_target(str(folder)), "model.safetensors", "fetch it again")
-
-
-def test_any_flipped_header_bit_is_noticed(copy: Callable[[str], Path]) -> None:
-    """Damage in the header changes a name, a shape, a dtype or the syntax; offsets that still fit together are all that may pass."""
-    folder = copy("llama")
-    path = folder / "model.safetensors"
-    content = path.read_bytes()
-    header_end = 8 + struct.unpack("<Q", content[:8])[0]
-    metadata_end = content.index(b"}", content.index(b"__metadata__"))
-    generator = random.Random(0)
-    noticed = 0
-    for _ in range(150):
-        spoilt = bytearray(content)
-        spoilt[generator.randrange(metadata_end, header_end - 8)] ^= 1 << generator.randrange(8)
-        path.write_bytes(spoilt)
-        try:
-            open_target(str(folder))
-        except CheckpointError as problem:
-            assert "\n" not in str(problem)
-            noticed += 1
-    assert noticed >= 148
-
-
-def test_flipped_exponent(copy: Callable[[str], Path]) -> None:
-    """A value from 1 to 2 whose highest exponent bit flips becomes an infinity or a NaN."""
-    name = "model.layers.1.mlp.down_proj.weight"
-    folder = copy("llama")
-    path = folder / "model.safetensors"
-    for value, spoilt in ((1.0, float("inf")), (1.5, float("nan")), (-1.0, float("-inf"))):
-        held = load_file(path)
-        held[name][3, 5] = value
-        bits = held[name].view(torch.int32)
-        bits[3, 5] ^= 1 << 30
-        assert held[name][3, 5].item() == spoilt or value == 1.5
-        save_file(held, path)
-        target = open_target(str(folder))
-        target.embedding()
-        assert_refused(partial(target.decoder, (0,), 8, AttentionForm.MASK), str(path), f"'{name}'", "not finite")
-
-
-@pytest.mark.parametrize("name", ["fc.weight", "xpress_head.mix.L", "xpress_head.in_proj.weight"])
-def test_not_finite_in_a_drafter(name: str, copy: Callable[[str], Path]) -> None:
-    folder = copy("xpress")
-    tensors(**{name.replace(".", "__"): lambda t: torch.full_like(t, float("nan"))})(folder)
-    drafter = open_drafter(str(folder))
-
-    def read() -> None:
-        drafter.drafter(8, AttentionForm.MASK)
-        drafter.refiner_module()
-
-    assert_refused(read, name, "not finite")
-
-
-# Shards.
-
-
-def shards(folder: Path) -> list[Path]:
-    return sorted(folder.glob("model-*.safetensors"))
-
-
-def edit_index(folder: Path, **changes: Any) -> None:
-    path = folder / "model.safetensors.index.json"
-    weight_map = json.loads(path.read_text())["weight_map"]
-    for key, value in changes.items():
-        name = key.replace("__", ".")
-        if value is ...:
-            del weight_map[name]
-        else:
-            weight_map[name] = value
-    edit_json(path, weight_map=weight_map)
-
-
-def test_shard_missing(copy: Callable[[str], Path]) -> None:
-    folder = copy("sharded")
-    shards(folder)[1].unlink()
-    assert_refused(lambda: open_target(str(folder)), shards(folder)[0].name.replace("00001-of", "00002-of"), "missing")
-
-
-def test_tensor_not_in_its_shard(copy: Callable[[str], Path]) -> None:
-    folder = copy("sharded")
-    held = {name for path in shards(folder)[:1] for name in load_file(path)}
-    name = next(iter(held))
-    edit_index(folder, **{name.replace(".", "__"): shards(folder)[1].name})
-    assert_refused(lambda: open_target(str(folder)), f"'{name}'", shards(folder)[0].name, shards(folder)[1].name)
-
-
-def test_tensor_in_no_shard_and_not_in_the_index(copy: Callable[[str], Path]) -> None:
-    folder = copy("sharded")
-    edit_index(folder, ghost__weight=shards(folder)[0].name)
-    assert_refused(lambda: open_target(str(folder)), "'ghost.weight'", "no shard has it")
-    edit_index(folder, ghost__weight=..., model__norm__weight=...)
-    assert_refused(lambda: open_target(str(folder)), "'model.norm.weight'", "not in the index")
-
-
-def test_tensor_in_two_shards(copy: Callable[[str], Path]) -> None:
-    folder = copy("sharded")
-    first, second = shards(folder)[:2]
-    name, tensor = next(iter(load_file(first).items()))
-    save_file(load_file(second) | {name: tensor}, second)
-    assert_refused(lambda: open_target(str(folder)), f"'{name}'", first.name, second.name)
-
-
-@pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/passwd", "a/b.safetensors", "", "..", ".", "a\\b", "a\0b", 3, None])
-def test_shard_outside_the_folder(shard: object, copy: Callable[[str], Path]) -> None:
-    folder = copy("sharded")
-    edit_index(folder, model__norm__weight=shard)
-    assert_refused(lambda: open_target(str(folder)), "model.norm.weight", "index.json")
-
-
-def test_index_without_a_map(copy: Callable[[str], Path]) -> None:
-    folder = copy("sharded")
-    edit_json(folder / "model.safetensors.index.json", weight_map=...)
-    assert_refused(lambda: open_target(str(folder)), "weight_map", "missing")
-    edit_json(folder / "model.safetensors.index.json", weight_map={})
-    assert_refused(lambda: open_target(str(folder)), "weight_map", "empty")
-
-
-def test_two_sets_of_weights(copy: Callable[[str], Path], originals: Path) -> None:
-    folder = copy("sharded")
-    (folder / "model.safetensors").write_bytes((originals / "llama/model.safetensors").read_bytes())
-    assert_refused(lambda: open_target(str(folder)), "model.safetensors.index.json", "stale")
 
 
 # Pairing.

@@ -124,7 +124,11 @@ def test_quantised(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
-        ({"architecture": "gemma2"}, "gemma2"),
+        *[
+            ({"architecture": name}, f"architecture '{name}' is not read from GGUF, expected llama, qwen2, qwen3; give safetensors")
+            # As llama.cpp names families.
+            for name in ("gemma2", "gemma3", "phi3", "granite", "smollm3", "mistral", "qwen3moe")
+        ],
         ({"expert_count": 8}, "expert_count is 8"),
         ({"scaling": gguf.RopeScalingType.YARN}, "rope.scaling.type is yarn"),
         ({"rope_freqs": True}, "rope_freqs.weight"),

@@ -76,7 +76,7 @@ def test_estimate_json(configs: list[object]) -> None:
         (("--capacity", "1000"), "--capacity"),
         (("--num-passes", "9"), "--num-passes"),
         (("--no-verify",), "--no-verify"),
-        (("some-bundle",), "BUNDLE"),
+        (("some-bundle",), "PATH"),
     ],
 )
 def test_estimate_refuses(arguments: tuple[str, ...], named: str, configs: list[object]) -> None:

@@ -53,7 +53,7 @@ def test_without_a_command() -> None:
         (("--log-level", "loud", "doctor"), "loud"),
         (("build",), "--target"),
         (("build", "--target", "t", "--drafter", "d"), "--output"),
-        (("inspect",), "BUNDLE"),
+        (("inspect",), "PATH"),
         (("doctor", "extra"), "extra"),
     ],
 )

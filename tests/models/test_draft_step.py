@@ -79,7 +79,11 @@ def test_rows_that_the_target_lacks_are_cut_off() -> None:
     assert torch.equal(block[:, -1:], logits[..., :VOCAB_SIZE])
 
 
-def test_ids_behind_the_drafters_table_read_its_last_row() -> None:
-    embedding = DraftEmbedding(5, 2)
-    embedding.table.copy_(torch.arange(10.0).reshape(5, 2))
-    assert torch.equal(embedding(torch.tensor([[0, 4, 5, 9]]))[0], embedding.table[[0, 4, 4, 4]])
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_ids_behind_the_drafters_table_read_its_last_row(scale: float) -> None:
+    """Every row that is read is multiplied with the family's factor; the table itself is left alone."""
+    embedding = DraftEmbedding(5, 2, scale)
+    table = torch.arange(10.0).reshape(5, 2)
+    embedding.table.copy_(table)
+    assert torch.equal(embedding(torch.tensor([[0, 4, 5, 9]]))[0], scale * table[[0, 4, 4, 4]])
+    assert torch.equal(embedding.table, table)

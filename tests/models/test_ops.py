@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ TOLERANCE = 1e-6
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, CAPACITY = 4, 2, 6, 16
 SCALE = 0.37
+# Well below the largest scores, so that it bends them; 0 is none.
+CAPS = (0.0, 0.8)
 # Another than the operator's default.
 EPSILON = 3e-3
 
@@ -45,14 +47,20 @@ def attention_inputs(batch: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor]
     )
 
 
-def attention_reference(query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> NDArray[np.float64]:
-    """Attention written out: one query row, one head at a time, over the columns that ``visible(batch row, query row)`` names."""
+def attention_reference(query: Tensor, key: Tensor, value: Tensor, visible: Visible, cap: float = 0.0) -> NDArray[np.float64]:
+    """Attention written out: one query row, one head at a time, over the columns that ``visible(batch row, query row)`` names.
+
+    A capped score is cap · (e^(2x) - 1) / (e^(2x) + 1) with x = score / cap: the hyperbolic tangent, not named as one.
+    """
     q, k, v = (tensor.double().numpy() for tensor in (query, key, value))
     output = np.zeros(q.shape)
     for row, head, index in np.ndindex(q.shape[:3]):
         kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
         columns = list(visible(row, index))
         scores = np.array([q[row, head, index] @ k[row, kv_head, column] * SCALE for column in columns])
+        if cap:
+            grown = np.exp(2 * scores / cap)
+            scores = cap * (grown - 1) / (grown + 1)
         weights = np.exp(scores - scores.max())
         output[row, head, index] = weights @ v[row, kv_head, columns] / weights.sum()
     return output
@@ -63,12 +71,13 @@ def bounded(lengths: Sequence[int], num_rows: int, *, causal: bool) -> Visible:
     return lambda row, index: range(lengths[row] - (num_rows - 1 - index) * causal)
 
 
+@pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("num_rows", "lengths"), [(1, [1, 9, 16]), (4, [4, 9, 16]), (3, [5, 5, 5])])
-def test_length_attention(num_rows: int, lengths: list[int], causal: bool) -> None:
+def test_length_attention(num_rows: int, lengths: list[int], causal: bool, cap: float) -> None:
     inputs = attention_inputs(3, num_rows)
-    found = ops.length_attention(*inputs, torch.tensor(lengths), SCALE, causal)
-    assert_close(found, attention_reference(*inputs, bounded(lengths, num_rows, causal=causal)), TOLERANCE)
+    found = ops.length_attention(*inputs, torch.tensor(lengths), SCALE, cap, causal)
+    assert_close(found, attention_reference(*inputs, bounded(lengths, num_rows, causal=causal), cap), TOLERANCE)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -76,25 +85,44 @@ def test_length_attention(num_rows: int, lengths: list[int], causal: bool) -> No
 def test_columns_behind_the_length_do_not_matter(num_rows: int, causal: bool) -> None:
     query, key, value = attention_inputs(2, num_rows)
     lengths = torch.tensor([5, 11])
-    before = ops.length_attention(query, key, value, lengths, SCALE, causal)
+    before = ops.length_attention(query, key, value, lengths, SCALE, 0.0, causal)
     for row, length in enumerate(lengths.tolist()):
         key[row, :, length:] = 1e30
         value[row, :, length:] = -1e30
-    assert torch.equal(ops.length_attention(query, key, value, lengths, SCALE, causal), before)
+    assert torch.equal(ops.length_attention(query, key, value, lengths, SCALE, 0.0, causal), before)
 
 
+@pytest.mark.parametrize("cap", CAPS)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_mask_attention_equals_length_attention(num_rows: int, causal: bool) -> None:
+def test_mask_attention_equals_length_attention(num_rows: int, causal: bool, cap: float) -> None:
     inputs, lengths = attention_inputs(3, num_rows), [4, 9, 16]
     visible = bounded(lengths, num_rows, causal=causal)
     mask = torch.zeros(3, 1, num_rows, CAPACITY, dtype=torch.bool)
     for row in range(3):
         for index in range(num_rows):
             mask[row, 0, index, list(visible(row, index))] = True
-    found = ops.mask_attention(*inputs, mask, SCALE)
-    assert_close(found, ops.length_attention(*inputs, torch.tensor(lengths), SCALE, causal), TOLERANCE)
-    assert_close(found, attention_reference(*inputs, visible), TOLERANCE)
+    found = ops.mask_attention(*inputs, mask, SCALE, cap)
+    assert_close(found, ops.length_attention(*inputs, torch.tensor(lengths), SCALE, cap, causal), TOLERANCE)
+    assert_close(found, attention_reference(*inputs, visible, cap), TOLERANCE)
+
+
+def test_cap_bends_scores_and_a_high_one_does_not() -> None:
+    query, key, value = attention_inputs(2, 4)
+    lengths = torch.tensor([9, 16])
+    plain, low, high = (ops.length_attention(query, key, value, lengths, SCALE, cap, True) for cap in (0.0, CAPS[1], 1e6))
+    assert (plain - low).abs().max() > 0.1
+    assert_close(high, plain, TOLERANCE)
+
+
+def test_a_capped_score_is_at_most_the_cap() -> None:
+    """However large scores are, no weight of a row is more than e^(2 · cap) times another."""
+    query, key, _ = attention_inputs(2, 4)
+    identity = torch.eye(CAPACITY)[None, None].expand(2, NUM_KV_HEADS, -1, -1)
+    mask = torch.ones(2, 1, 4, CAPACITY, dtype=torch.bool)
+    largest, smallest = torch.aminmax(ops.mask_attention(1e4 * query, key, identity, mask, SCALE, 0.1), dim=-1)[::-1]
+    assert largest.shape == (2, NUM_HEADS, 4)
+    assert (largest / smallest - np.exp(0.2)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -116,8 +144,8 @@ def test_cache_update_out_of_range(position: int) -> None:
         ops.cache_update(cache, update, torch.tensor([0, position]))
 
 
-def rotary_inputs(batch: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    angles = torch.arange(CAPACITY)[:, None] * torch.tensor([1.0, 0.3, 0.01])[None]
+def rotary_inputs(batch: int, num_rows: int, num_pairs: int = HEAD_DIM // 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    angles = torch.arange(CAPACITY)[:, None] * torch.tensor([1.0, 0.3, 0.01])[None, :num_pairs]
     positions = torch.tensor([[(7 * row + 2 * index) % CAPACITY for index in range(num_rows)] for row in range(batch)])
     return random(batch, NUM_HEADS, num_rows, HEAD_DIM, seed=6), angles.cos(), angles.sin(), positions
 
@@ -130,6 +158,19 @@ def test_rotary_embedding(num_rows: int) -> None:
     wide_cos, wide_sin = (torch.cat([table, table], dim=-1)[positions] for table in (cos, sin))
     expected, _ = apply_rotary_pos_emb(states, states, wide_cos, wide_sin)
     assert_close(ops.rotary_embedding(states, cos, sin, positions), expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("num_pairs", [1, 2])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_partial_rotary_embedding(num_rows: int, num_pairs: int) -> None:
+    """Pairs of the first dims as complex numbers, turned by their angles; the dims behind them pass through."""
+    states, cos, sin, positions = rotary_inputs(2, num_rows, num_pairs)
+    found = ops.rotary_embedding(states, cos, sin, positions)
+    wide = states.double()
+    pairs = torch.complex(wide[..., :num_pairs], wide[..., num_pairs : 2 * num_pairs])
+    turned = pairs * torch.complex(cos.double(), sin.double())[positions][:, None]
+    assert_close(found[..., : 2 * num_pairs], torch.cat([turned.real, turned.imag], dim=-1), TOLERANCE)
+    assert torch.equal(found[..., 2 * num_pairs :], states[..., 2 * num_pairs :])
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
@@ -172,12 +213,17 @@ class Case:
     inputs: tuple[TensorSpec, ...]
     output: TensorSpec
     make: Callable[[int, int], tuple[Tensor, ...]]
+    # Attributes that the node must have, among others.
+    attributes: dict[str, float] = field(default_factory=dict)
 
 
 FLOAT = torch.float32
 QUERY = TensorSpec("query", ("B", NUM_HEADS, "S", HEAD_DIM), FLOAT)
 CACHES = tuple(TensorSpec(name, ("B", NUM_KV_HEADS, CAPACITY, HEAD_DIM), FLOAT) for name in ("key", "value"))
 TABLES = tuple(TensorSpec(name, (CAPACITY, HEAD_DIM // 2), FLOAT) for name in ("cos", "sin"))
+PARTIAL_TABLES = tuple(TensorSpec(name, (CAPACITY, 2), FLOAT) for name in ("cos", "sin"))
+LENGTHS = TensorSpec("key_lengths", ("B",))
+MASK = TensorSpec("mask", ("B", 1, "S", CAPACITY), torch.bool)
 STATES = TensorSpec("output", ("B", NUM_HEADS, "S", HEAD_DIM), FLOAT)
 
 
@@ -199,28 +245,28 @@ def update_inputs(batch: int, num_rows: int) -> tuple[Tensor, ...]:
     return cache, update, lengths_of(batch, num_rows) - num_rows
 
 
+def length_inputs(batch: int, num_rows: int) -> tuple[Tensor, ...]:
+    return (*attention_inputs(batch, num_rows), lengths_of(batch, num_rows))
+
+
+def mask_inputs(batch: int, num_rows: int) -> tuple[Tensor, ...]:
+    return (*attention_inputs(batch, num_rows), random_mask(batch, num_rows))
+
+
+def attention_case(causal: bool | None, cap: float) -> Case:
+    """Attention bounded by lengths, or with ``causal`` None by a mask."""
+    if causal is None:
+        call = Call(ops.mask_attention, SCALE, cap)
+        return Case("Attention", call, (QUERY, *CACHES, MASK), STATES, mask_inputs, {"softcap": cap, "scale": SCALE})
+    call = Call(ops.length_attention, SCALE, cap, causal)
+    attributes = {"softcap": cap, "scale": SCALE, "is_causal": int(causal)}
+    return Case("Attention", call, (QUERY, *CACHES, LENGTHS), STATES, length_inputs, attributes)
+
+
 CASES = {
-    "length-causal": Case(
-        "Attention",
-        Call(ops.length_attention, SCALE, True),
-        (QUERY, *CACHES, TensorSpec("key_lengths", ("B",))),
-        STATES,
-        lambda batch, num_rows: (*attention_inputs(batch, num_rows), lengths_of(batch, num_rows)),
-    ),
-    "length": Case(
-        "Attention",
-        Call(ops.length_attention, SCALE, False),
-        (QUERY, *CACHES, TensorSpec("key_lengths", ("B",))),
-        STATES,
-        lambda batch, num_rows: (*attention_inputs(batch, num_rows), lengths_of(batch, num_rows)),
-    ),
-    "mask": Case(
-        "Attention",
-        Call(ops.mask_attention, SCALE),
-        (QUERY, *CACHES, TensorSpec("mask", ("B", 1, "S", CAPACITY), torch.bool)),
-        STATES,
-        lambda batch, num_rows: (*attention_inputs(batch, num_rows), random_mask(batch, num_rows)),
-    ),
+    **{f"length-causal-{cap}": attention_case(True, cap) for cap in CAPS},
+    **{f"length-{cap}": attention_case(False, cap) for cap in CAPS},
+    **{f"mask-{cap}": attention_case(None, cap) for cap in CAPS},
     "cache-update": Case(
         "TensorScatter",
         Call(ops.cache_update),
@@ -230,6 +276,14 @@ CASES = {
     ),
     "rotary": Case(
         "RotaryEmbedding", Call(ops.rotary_embedding), (QUERY, *TABLES, TensorSpec("positions", ("B", "S"))), STATES, rotary_inputs
+    ),
+    "rotary-partial": Case(
+        "RotaryEmbedding",
+        Call(ops.rotary_embedding),
+        (QUERY, *PARTIAL_TABLES, TensorSpec("positions", ("B", "S"))),
+        STATES,
+        lambda batch, num_rows: rotary_inputs(batch, num_rows, 2),
+        {"rotary_embedding_dim": 4},
     ),
     "rms-norm": Case(
         "RMSNormalization",
@@ -254,6 +308,9 @@ def test_becomes_one_onnx_operator(name: str, tmp_path: Path) -> None:
     model = onnx.load(exported.path)
     assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", 24)]
     assert not model.functions
+    (node,) = model.graph.node
+    found = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+    assert {attribute: found.get(attribute, 0) for attribute in case.attributes} == pytest.approx(case.attributes)
 
     session = onnxruntime.InferenceSession(exported.path, providers=["CPUExecutionProvider"])
     for batch, num_rows in ((1, 1), (3, 1), (1, 4), (4, 7)):

@@ -242,12 +242,12 @@ def change_rotary_tables(built: Built, name: str, first: int) -> None:
     model = onnx.load(path, load_external_data=False)
     frequencies = 9000.0 ** -(np.arange(6) / 6)
     angles = np.arange(built.bundle.manifest.cache_rows)[:, None] * frequencies
-    tables = [tensor for tensor in model.graph.initializer if tensor.name in ("rotary.cos", "rotary.sin")]
+    tables = [tensor for tensor in model.graph.initializer if tensor.name in ("rotary.0.cos", "rotary.0.sin")]
     assert len(tables) == 2
     for tensor in tables:
         table = onnx.numpy_helper.to_array(tensor).copy()
         assert table.shape == angles.shape
-        wrong = np.cos(angles) if tensor.name == "rotary.cos" else np.sin(angles)
+        wrong = np.cos(angles) if tensor.name == "rotary.0.cos" else np.sin(angles)
         table[first:] = wrong[first:]
         tensor.CopyFrom(onnx.numpy_helper.from_array(table, tensor.name))
     onnx.save(model, path)

@@ -258,7 +258,7 @@ def test_greedy_rows_carry_no_noise(trained: Case) -> None:
 
 @pytest.mark.parametrize("shares_tables", [None, True, False])
 def test_every_graph_says_what_is_fp32_in_it(shares_tables: bool | None) -> None:
-    names = graph_names((3, 0), (0, 8), sampling=True, draft_model_shares_tables=shares_tables)
+    names = graph_names((3, 0), (0, 8), sampling=True, base_head=True, draft_model_shares_tables=shares_tables)
     for name in names:
         assert isinstance(fp32_parts(name), list)
         assert not is_fp32(name) or fp32_parts(name) == ["all of it"]

@@ -173,7 +173,7 @@ def test_wrong_scale(copy: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention scores a tenth too large."""
     attend = AttentionBounds.attend
     with monkeypatch.context() as patch:
-        patch.setattr(AttentionBounds, "attend", lambda self, query, key, value, scale: attend(self, query, key, value, 1.1 * scale))
+        patch.setattr(AttentionBounds, "attend", lambda self, q, k, v, scale, cap: attend(self, q, k, v, 1.1 * scale, cap))
         replace_half_graph(copy, "target", monkeypatch)
     assert failing(copy) == {"target"}
 

@@ -124,8 +124,8 @@ def test_attention_scores_overflow_where_softmax_hides_it(form: str, sign: int) 
 
     def attend(query: Tensor, key: Tensor) -> Tensor:
         if form == "length":
-            return ops.length_attention(query, key, key, torch.tensor([3]), 0.5, False)  # type: ignore[no-any-return]
-        return ops.mask_attention(query, key, key, torch.ones(1, 1, 1, 3, dtype=torch.bool), 0.5)  # type: ignore[no-any-return]
+            return ops.length_attention(query, key, key, torch.tensor([3]), 0.5, 0.0, False)  # type: ignore[no-any-return]
+        return ops.mask_attention(query, key, key, torch.ones(1, 1, 1, 3, dtype=torch.bool), 0.5, 0.0)  # type: ignore[no-any-return]
 
     found, output = watched(Computed(attend), query, key)
     assert output.isfinite().all()

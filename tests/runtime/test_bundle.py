@@ -20,7 +20,7 @@ from xpress_runtime.errors import BundleError, OutputError
 from xpress_runtime.graph_names import graph_names
 from xpress_runtime.version import BUNDLE_FORMAT
 
-GRAPHS = graph_names((2, 0), (0, 16), sampling=False, draft_model_shares_tables=True)
+GRAPHS = graph_names((2, 0), (0, 16), sampling=False, base_head=True, draft_model_shares_tables=True)
 CONTENTS = {
     **{f"graphs/fp32-length/{name}.onnx": name.encode() for name in GRAPHS},
     "graphs/fp32-length/weights.bin": bytes(range(256)),
@@ -54,6 +54,9 @@ def description() -> dict[str, Any]:
             "head": "xpress",
             "head_rank": 8,
             "trained_with_thinking": False,
+            "anchor_predecessor": "previous",
+            "max_positions": 128,
+            "draft_vocab_size": 61,
             "caches": caches,
         },
         "draft_model": {
@@ -67,6 +70,7 @@ def description() -> dict[str, Any]:
         "num_passes": [2, 0],
         "shortlists": [0, 16],
         "sampling": False,
+        "base_head": True,
         "capacity": 64,
         "cache_rows": 76,
         "prefill_chunk": 8,

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from xpress_export.checkpoints.drafter import DrafterCheckpoint, drafter_plan, folded_tensors, read_drafter_config, refiner_plan
+from xpress_export.checkpoints.drafter import DrafterCheckpoint, check_description, describe_config, serving_tensors
 from xpress_export.checkpoints.families import FAMILIES
 from xpress_export.checkpoints.locate import CONFIG_FILE, Location, locate
 from xpress_export.checkpoints.packing import expected_tensors
@@ -38,7 +38,7 @@ def open_pair_configs(
     target: str, drafter: str, *, target_revision: str | None = None, drafter_revision: str | None = None
 ) -> tuple[TargetCheckpoint, DrafterCheckpoint]:
     """As open_pair, from folders of which config.json alone is read, such files themselves, or hub ids of which no more is fetched."""
-    opened = open_target_config(target, target_revision), _open_drafter(drafter, drafter_revision)
+    opened = open_target_config(target, target_revision), open_drafter_config(drafter, drafter_revision)
     check_pairing(*opened)
     return opened
 
@@ -54,13 +54,13 @@ def open_target_config(reference: str, revision: str | None) -> TargetCheckpoint
     )
 
 
-def _open_drafter(reference: str, revision: str | None) -> DrafterCheckpoint:
+def open_drafter_config(reference: str, revision: str | None) -> DrafterCheckpoint:
+    """As open_drafter, from a config alone. Which tokens can be drafted it does not say: the first ones stand for them."""
     location = locate(reference, revision, config_only=True)
-    config, refiner = read_drafter_config(_fields(location))
-    shapes = expected_tensors(drafter_plan(config))
-    if refiner is not None:
-        shapes |= expected_tensors(refiner_plan(refiner)) | folded_tensors(refiner)
-    return DrafterCheckpoint(location, config, refiner, ShapesOnly(shapes), None, None)
+    description = describe_config(_fields(location))
+    check_description(description, str(location.path))
+    ids = torch.arange(description.config.draft_vocab_size) if description.is_reduced else None
+    return DrafterCheckpoint(location, description, ShapesOnly(serving_tensors(description)), None, ids)
 
 
 def _fields(location: Location) -> Fields:

@@ -183,12 +183,17 @@ def flag(fields: Fields, name: str, *, absent: bool = False) -> bool:
 
 def refuse_unless(fields: Fields, name: str, neutral: Collection[Any]) -> None:
     """A field may be absent, null or one of the values that change nothing."""
-    if name in fields and not any(fields.values[name] == value for value in neutral):
+    if name in fields and not any(_is(fields.values[name], value) for value in neutral):
         value = shown(json.dumps(fields.values[name]))
         raise CheckpointError(
             f"{fields.origin}: field '{name}' is {value}, which is not supported"
             + (f"; expected {' or '.join(json.dumps(other) for other in neutral)}" if neutral else "")
         )
+
+
+def _is(value: Any, neutral: Any) -> bool:
+    """Equal, and a switch only to a switch: Python calls 0 and false the same."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def refuse_remote_code(fields: Fields) -> None:

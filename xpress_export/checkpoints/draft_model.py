@@ -18,9 +18,10 @@ from xpress_export.checkpoints.tensors import TensorSource
 from xpress_export.models.decoder import Head
 from xpress_export.models.draft_decoder import DraftDecoder
 from xpress_export.models.draft_step import DraftEmbedding
+from xpress_export.models.precision import DTYPES
 from xpress_export.models.rope import RotaryModules
 from xpress_runtime.errors import OptionError
-from xpress_runtime.sets import AttentionForm
+from xpress_runtime.sets import AttentionForm, Precision
 
 
 class DraftModelCheckpoint:
@@ -61,13 +62,13 @@ class DraftModelCheckpoint:
     def head(self) -> Head:
         return self.model.head()
 
-    def decoder(self, num_positions: int, attention_form: AttentionForm) -> DraftDecoder:
+    def decoder(self, num_positions: int, attention_form: AttentionForm, precision: Precision = Precision.FP32) -> DraftDecoder:
         with torch.device("meta"):
             module = DraftDecoder(self.config, num_positions, attention_form)
         # Not part of the state: the tables must be real, whatever the module was built on.
         module.decoder.rotary = RotaryModules(module.decoder.rotary.ropes, num_positions)
         plan = decoder_plan(self.config, self.model.layout, self.layers)
-        module.decoder.load_state_dict(read_plan(plan, self.tensors), strict=True, assign=True)
+        module.decoder.load_state_dict(read_plan(plan, self.tensors, DTYPES[precision]), strict=True, assign=True)
         return module
 
 

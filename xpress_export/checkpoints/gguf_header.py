@@ -19,10 +19,9 @@ LAYER_TENSORS = (
     *("attn_norm.weight", "attn_q.weight", "attn_k.weight", "attn_v.weight", "attn_output.weight"),
     *("ffn_norm.weight", "ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"),
 )
-# What each architecture has in a layer beside those.
+# What each architecture has in a layer beside those. A Mistral's is "llama": no converter writes one of its own.
 ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
     "llama": (),
-    "mistral": (),
     "qwen2": ("attn_q.bias", "attn_k.bias", "attn_v.bias"),
     "qwen3": ("attn_q_norm.weight", "attn_k_norm.weight"),
 }
@@ -68,7 +67,8 @@ class GgufHeader:
         """Raise at the first thing that transformers would drop or make up."""
         if self.architecture not in ARCHITECTURES:
             raise CheckpointError(
-                f"{self.path}: architecture '{shown(self.architecture)}' is not supported, expected {', '.join(ARCHITECTURES)}"
+                f"{self.path}: architecture '{shown(self.architecture)}' is not read from GGUF, expected {', '.join(ARCHITECTURES)}; "
+                "give safetensors if its family is supported"
             )
         for name in REQUIRED:
             if self.value(name) is None:

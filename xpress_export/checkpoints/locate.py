@@ -21,13 +21,14 @@ WANTED_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "LICENS
 # A pattern's star also matches slashes: without this, other formats in sub-folders and second copies of the weights come along.
 UNWANTED_FILES = ("*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.py")
 CONFIG_FILE = "config.json"
+TRAINING_SUFFIXES = (".pt", ".pth")
 
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)
 class Location:
-    """``path`` is a folder, a .gguf file or a config alone, ``source`` what the user gave, ``revision`` the commit of a hub checkpoint."""
+    """``path`` is a folder, a .gguf or .pt file or a config alone; ``source`` what the user gave; ``revision`` the commit on the hub."""
 
     path: Path
     source: str
@@ -40,20 +41,29 @@ class Location:
     @property
     def folder(self) -> Path:
         """The folder where files beside the weights lie."""
-        return self.path.parent if self.is_gguf else self.path
+        return self.path.parent if self.is_gguf or self.is_training_file else self.path
+
+    @property
+    def is_training_file(self) -> bool:
+        """Whether this is a training checkpoint itself, not a folder that holds one."""
+        return self.path.suffix in TRAINING_SUFFIXES and not self.path.is_dir()
 
 
-def locate(reference: str, revision: str | None = None, *, config_only: bool = False) -> Location:
+def locate(reference: str, revision: str | None = None, *, config_only: bool = False, training_files: bool = False) -> Location:
     """Find a checkpoint by path or hub id; whatever exists locally is never sent to the hub.
 
-    ``config_only``: a .json file will do where a .gguf file would, and of a hub id config.json alone is fetched.
+    ``config_only``: a .json file will do where a .gguf file would, and of a hub id config.json alone is fetched. ``training_files``: a .pt
+    file will do too.
     """
     file = "a config.json" if config_only else "a .gguf file"
     if not reference.strip() or "\0" in reference:
         raise CheckpointError(f"{reference!r} names no checkpoint; expected a folder, {file} or a hub id such as 'org/name'")
     try:
         path = Path(reference).expanduser()
-        found = (_config_path if config_only else _weights_path)(path) if path.exists() else None
+        if training_files and path.suffix in TRAINING_SUFFIXES and path.is_file():
+            found: Path | None = path
+        else:
+            found = (_config_path if config_only else _weights_path)(path) if path.exists() else None
     except (OSError, RuntimeError) as problem:
         raise CheckpointError(f"'{reference}' cannot be opened: {getattr(problem, 'strerror', None) or problem}") from None
     if found is not None:
@@ -70,7 +80,11 @@ def locate(reference: str, revision: str | None = None, *, config_only: bool = F
 
 
 def _is_path_like(reference: str) -> bool:
-    return reference.startswith((".", "~", os.sep)) or reference.endswith((os.sep, ".gguf", ".safetensors", ".json")) or "\\" in reference
+    return (
+        reference.startswith((".", "~", os.sep))
+        or reference.endswith((os.sep, ".gguf", ".safetensors", ".json", *TRAINING_SUFFIXES))
+        or "\\" in reference
+    )
 
 
 def _weights_path(path: Path) -> Path:

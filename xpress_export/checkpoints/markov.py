@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from xpress_export.checkpoints.decoder_config import refuse_unless
+from xpress_export.checkpoints.formats.description import MARKOV_ARCHITECTURES
 from xpress_export.checkpoints.packing import Packed, plain
 from xpress_export.models.markov import MarkovConfig
 from xpress_runtime.errors import CheckpointError
 from xpress_runtime.fields import Fields
 
-MARKOV_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
 MARKOV_FIELDS = frozenset(("markov_rank", "markov_head_type"))
 TABLES = ("markov_w1.weight", "markov_w2.weight")
 # The head is published with and without a name of its own.
@@ -34,18 +34,17 @@ def read_markov(fields: Fields, architecture: str, vocab_size: int, block_size: 
 
 def markov_of_tensors(shapes: Mapping[str, tuple[int, ...]], vocab_size: int, block_size: int) -> MarkovConfig | None:
     """The head of a folder whose config.json does not speak of it, or None."""
-    prefix = _prefix(shapes)
+    prefix = markov_prefix(shapes)
     if any(len(shapes.get(prefix + table, ())) != 2 for table in TABLES):
         return None
     return MarkovConfig(vocab_size, shapes[prefix + TABLES[0]][1], block_size)
 
 
-def markov_plan(config: MarkovConfig, published: Collection[str]) -> dict[str, Packed]:
-    """The head's parameters out of the published tensors."""
-    prefix = _prefix(published)
-    return {ours: plain(prefix + table, config.vocab_size, config.rank) for ours, table in zip(("w1", "w2"), TABLES, strict=True)}
+def markov_plan(config: MarkovConfig) -> dict[str, Packed]:
+    """The head's parameters out of the published tensors, named without a prefix."""
+    return {ours: plain(table, config.vocab_size, config.rank) for ours, table in zip(("w1", "w2"), TABLES, strict=True)}
 
 
-def _prefix(published: Collection[str]) -> str:
-    """The prefix that any of the tables has."""
+def markov_prefix(published: Collection[str]) -> str:
+    """The prefix that any of the tables has among the names of a checkpoint's tensors."""
     return next((prefix for prefix in PREFIXES if any(prefix + table in published for table in TABLES)), "")

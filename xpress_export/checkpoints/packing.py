@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xpress_export.checkpoints.families import TensorLayout
 from xpress_export.checkpoints.locate import shown
-from xpress_export.checkpoints.tensors import TensorSource
+from xpress_export.checkpoints.tensors import Shaped, TensorSource
 from xpress_export.models.decoder import DecoderConfig
 from xpress_runtime.errors import CheckpointError
 
@@ -41,13 +41,13 @@ class Packed:
     # Added to what is published.
     offset: float = 0.0
 
-    def read(self, source: TensorSource) -> Tensor:
-        """Fill the parameter part by part: beside it, at most one part is in memory."""
+    def read(self, source: TensorSource, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Fill the parameter part by part: beside it, at most one part is in memory, in fp32."""
         if len(self.parts) == 1 and not self.transposed:
             tensor = source.read(self.parts[0].name)
-            return tensor.add_(self.offset) if self.offset else tensor
+            return (tensor.add_(self.offset) if self.offset else tensor).to(dtype)
         widths = [part.shape[0] for part in self.parts]
-        packed = torch.empty(*self.parts[0].shape[1:], sum(widths))
+        packed = torch.empty(*self.parts[0].shape[1:], sum(widths), dtype=dtype)
         start = 0
         for part, width in zip(self.parts, widths, strict=True):
             tensor = source.read(part.name)
@@ -102,9 +102,11 @@ def layer_plan(ours: str, published: str, config: DecoderConfig, layout: TensorL
     return plan
 
 
-def read_plan(plan: Mapping[str, Packed], source: TensorSource) -> dict[str, Tensor]:
-    """Every parameter of a plan, tensor by tensor."""
-    return {name: packed.read(source) for name, packed in plan.items()}
+def read_plan(
+    plan: Mapping[str, Packed], source: TensorSource, dtype: torch.dtype = torch.float32, fp32_parts: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Every parameter of a plan in ``dtype``, tensor by tensor; those of the modules named in ``fp32_parts`` stay fp32."""
+    return {name: packed.read(source, torch.float32 if name.split(".")[0] in fp32_parts else dtype) for name, packed in plan.items()}
 
 
 def expected_tensors(*plans: Mapping[str, Packed]) -> dict[str, tuple[int, ...]]:
@@ -112,7 +114,7 @@ def expected_tensors(*plans: Mapping[str, Packed]) -> dict[str, tuple[int, ...]]
     return {part.name: part.shape for plan in plans for packed in plan.values() for part in packed.parts}
 
 
-def check_tensors(source: TensorSource, expected: Mapping[str, tuple[int, ...]], origin: str, allowed: Collection[str] = ()) -> None:
+def check_tensors(source: Shaped, expected: Mapping[str, tuple[int, ...]], origin: str, allowed: Collection[str] = ()) -> None:
     """Names and shapes of all tensors against what the config asks for, before any of them is read.
 
     ``allowed`` are tensors that may be there although no module reads them.

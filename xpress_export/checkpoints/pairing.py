@@ -1,4 +1,4 @@
-"""Whether a drafter was made for a target: everything that can be told from the two configs.
+"""Whether a drafter was made for a target: everything that can be told from the two configs, and from tables that both hold.
 
 A drafter for another target of the same sizes cannot be told apart: it only drafts badly, and verification keeps the output right.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from xpress_export.checkpoints.drafter import DrafterCheckpoint, open_drafter
+from xpress_export.checkpoints.formats.description import OWN_EMBEDDING
 from xpress_export.checkpoints.target import TargetCheckpoint, open_target
 from xpress_export.models.decoder import DecoderConfig
 from xpress_runtime.errors import PairingError
@@ -25,7 +28,11 @@ def open_pair(
 
 
 def check_pairing(target: TargetCheckpoint, drafter: DrafterCheckpoint) -> None:
-    """Raise :class:`PairingError` with both values and both sources at the first disagreement."""
+    """Raise :class:`PairingError` with both values and both sources at the first disagreement.
+
+    A head of the drafter's that equals the target's is the target's from then on. Only drafters with tables of their own pay for reading
+    values.
+    """
     theirs, ours = target.config, drafter.config
     of_target, of_drafter = f"target '{target.location.source}'", f"drafter '{drafter.location.source}'"
     # The drafter has no tables: it reads the target's embeddings and writes for the target's head.
@@ -50,6 +57,16 @@ def check_pairing(target: TargetCheckpoint, drafter: DrafterCheckpoint) -> None:
     theirs_rope, ours_rope = _main_rope(theirs), _main_rope(ours.backbone)
     if None not in (theirs_rope, ours_rope) and theirs_rope != ours_rope:
         logger.warning("rotary embedding: %s in %s, %s in %s; each keeps its own", ours_rope, of_drafter, theirs_rope, of_target)
+    _compare_tables(target, drafter, f"{of_drafter} and {of_target}")
+
+
+def _compare_tables(target: TargetCheckpoint, drafter: DrafterCheckpoint, named: str) -> None:
+    if drafter.own_embedding is not None and not torch.equal(drafter.own_embedding.read(OWN_EMBEDDING), target.embedding().table):
+        raise PairingError(
+            f"{named}: '{OWN_EMBEDDING}' differs from the target's table; a drafter with embeddings of its own is not supported"
+        )
+    if drafter.has_own_head and drafter.draft_token_ids is None and torch.equal(drafter.own_head_table(), target.head().table):
+        drafter.has_own_head = False
 
 
 def _main_rope(config: DecoderConfig) -> str | None:

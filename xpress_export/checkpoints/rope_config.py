@@ -36,6 +36,8 @@ def _factors(fields: Fields, name: str) -> tuple[float, ...]:
 _FACTOR = _Parameter(_number(1.0, 1e6), required=True)
 _BAND = _Parameter(_number(1e-3, 1e6), required=False)
 _SCALE = _Parameter(_number(0.0, 1e3), required=False)
+# Cosines and sines are multiplied with it: 0 would leave nothing of queries and keys.
+_ATTENTION = _Parameter(_number(1e-3, 1e3), required=False)
 # Absent, transformers takes max_position_embeddings: allowed, and done by transformers itself.
 _ORIGINAL = _Parameter(lambda fields, name: fields.integer(name, 1, MAX_POSITIONS), required=False)
 
@@ -51,7 +53,7 @@ PARAMETERS: Mapping[str, Mapping[str, _Parameter]] = {
     "yarn": {
         "factor": _FACTOR,
         "original_max_position_embeddings": _ORIGINAL,
-        "attention_factor": _SCALE,
+        "attention_factor": _ATTENTION,
         "beta_fast": _BAND,
         "beta_slow": _BAND,
         "mscale": _SCALE,
@@ -62,7 +64,7 @@ PARAMETERS: Mapping[str, Mapping[str, _Parameter]] = {
         "short_factor": _Parameter(_factors, required=True),
         "long_factor": _Parameter(_factors, required=True),
         "factor": _Parameter(_number(1.0, 1e6), required=False),
-        "attention_factor": _SCALE,
+        "attention_factor": _ATTENTION,
         # Where the long factors begin.
         "original_max_position_embeddings": _Parameter(lambda fields, name: fields.integer(name, 2, MAX_POSITIONS), required=True),
     },

@@ -21,10 +21,11 @@ from xpress_export.checkpoints.locate import Location, locate
 from xpress_export.checkpoints.packing import Packed, check_tensors, expected_tensors, layer_plan, plain, read_plan
 from xpress_export.checkpoints.tensors import GgufSource, SafetensorsSource, TensorSource
 from xpress_export.models.decoder import Decoder, DecoderConfig, Embedding, Head
+from xpress_export.models.precision import DTYPES
 from xpress_export.models.rope import RotaryModules
 from xpress_runtime.errors import CheckpointError
 from xpress_runtime.fields import Fields
-from xpress_runtime.sets import AttentionForm
+from xpress_runtime.sets import AttentionForm, Precision
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -67,6 +68,11 @@ class TargetCheckpoint:
         """How the family stores its tensors."""
         return FAMILIES[self.model_type].layout
 
+    @property
+    def beyond_fp16(self) -> str | None:
+        """Why fp16 is too narrow for the family; None where it is not."""
+        return FAMILIES[self.model_type].beyond_fp16
+
     def identity(self) -> str:
         """sha256 over the config as we read it and over the tensors."""
         return identity_of(asdict(self.config), self.tensors)
@@ -92,12 +98,15 @@ class TargetCheckpoint:
             module.table = _parameter(self.tensors.read(HEAD))
         return module
 
-    def decoder(self, tap_layers: tuple[int, ...], num_positions: int, attention_form: AttentionForm) -> Decoder:
+    def decoder(
+        self, tap_layers: tuple[int, ...], num_positions: int, attention_form: AttentionForm, precision: Precision = Precision.FP32
+    ) -> Decoder:
+        """The decoder; its weights are read in ``precision``, so that they never lie in memory in fp32 as well."""
         with torch.device("meta"):
             module = Decoder(self.config, tap_layers, num_positions, attention_form)
         # Not part of the state: the tables must be real, whatever the module was built on.
         module.rotary = RotaryModules(module.rotary.ropes, num_positions)
-        module.load_state_dict(read_plan(self._plan, self.tensors), strict=True, assign=True)
+        module.load_state_dict(read_plan(self._plan, self.tensors, DTYPES[precision]), strict=True, assign=True)
         return module
 
     def _embedding_table(self) -> torch.nn.Parameter:
@@ -133,8 +142,9 @@ def open_target(reference: str, revision: str | None = None) -> TargetCheckpoint
 
 def read_target_config(fields: Fields, location: Location) -> tuple[str, DecoderConfig]:
     """The model_type and the decoder of a target's config; a drafter's is told apart."""
-    if "dflash_config" in fields:
-        raise CheckpointError(f"{location.path} is a drafter (its config.json has dflash_config), expected a target")
+    for name in ("dflash_config", "speculators_model_type"):
+        if name in fields:
+            raise CheckpointError(f"{location.path} is a drafter (its config.json has {name}), expected a target")
     return read_decoder_config(fields)
 
 

@@ -6,7 +6,7 @@ It knows files, dtypes and damage; it does not know which tensors a model should
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,14 +21,19 @@ from xpress_runtime.fields import Fields
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 FLOAT_DTYPES = ("F32", "F16", "BF16")
+INTEGER_DTYPES = ("I64", "I32", "BOOL")
 READ_BYTES = 1 << 22
 
 
-class TensorSource(Protocol):
-    """A checkpoint's tensors by published name."""
+class Shaped(Protocol):
+    """Names and shapes of tensors."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+
+class TensorSource(Shaped, Protocol):
+    """A checkpoint's tensors by published name."""
 
     def read(self, name: str) -> Tensor:
         """A private fp32 copy of one tensor; every value is finite."""
@@ -39,18 +44,38 @@ class TensorSource(Protocol):
         ...
 
 
+class StoredTensors(Shaped, Protocol):
+    """Tensors that can be had as they are stored, too."""
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        """Each tensor's dtype by the name that safetensors gives it."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """As :meth:`TensorSource.read`."""
+        ...
+
+    def stored(self, name: str) -> Tensor:
+        """One tensor in its stored dtype. It may lie in a mapped file: copy what must outlive that."""
+        ...
+
+
 class SafetensorsSource:
     """``model.safetensors``, or the shards that ``model.safetensors.index.json`` names, all inside one folder."""
 
     def __init__(self, files: Mapping[str, Path], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> None:
         self.shapes = shapes
+        self.dtypes = dtypes
         self._files = files
-        self._dtypes = dtypes
         self._sha256: str | None = None
 
     @classmethod
-    def from_folder(cls, folder: Path) -> SafetensorsSource:
-        """Read every header and check the index against the shards; no tensor is read yet."""
+    def from_folder(cls, folder: Path, integers: Collection[str] = ()) -> SafetensorsSource:
+        """Read every header and check the index against the shards; no tensor is read yet.
+
+        ``integers`` are names of tensors that hold ids or flags; every other tensor holds weights.
+        """
         files: dict[str, Path] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, str] = {}
@@ -58,7 +83,10 @@ class SafetensorsSource:
             for name, shape, dtype in _read_header(path):
                 if name in files:
                     raise CheckpointError(f"tensor '{shown(name)}' is in two shards, {files[name].name} and {path.name} of {folder}")
-                if dtype not in FLOAT_DTYPES:
+                if name in integers:
+                    if dtype not in INTEGER_DTYPES:
+                        raise CheckpointError(f"{path}: tensor '{name}' has dtype {dtype}, expected {', '.join(INTEGER_DTYPES)}")
+                elif dtype not in FLOAT_DTYPES:
                     raise CheckpointError(
                         f"{path}: tensor '{shown(name)}' has dtype {dtype}, expected {', '.join(FLOAT_DTYPES)}; "
                         "quantised checkpoints are not read, give the original"
@@ -69,7 +97,7 @@ class SafetensorsSource:
         return cls(files, shapes, dtypes)
 
     def read(self, name: str) -> Tensor:
-        tensor = self._stored(name)
+        tensor = self.stored(name)
         # A copy even where the dtype fits: what lies behind a mapped file may change or vanish while a build runs.
         wide = tensor.to(torch.float32, copy=True)
         return require_finite(wide, name, str(self._files[name]))
@@ -77,14 +105,10 @@ class SafetensorsSource:
     def sha256(self) -> str:
         """Over names, dtypes, shapes and values: the same for one file and for shards."""
         if self._sha256 is None:
-            digest = hashlib.sha256()
-            for name in sorted(self.shapes):
-                digest.update(f"{name}\0{self._dtypes[name]}\0{self.shapes[name]}\0".encode())
-                digest.update(self._stored(name).contiguous().reshape(-1).view(torch.uint8).numpy().data)
-            self._sha256 = digest.hexdigest()
+            self._sha256 = stored_sha256(self, {name: name for name in self.shapes})
         return self._sha256
 
-    def _stored(self, name: str) -> Tensor:
+    def stored(self, name: str) -> Tensor:
         from safetensors import SafetensorError, safe_open
 
         path = self._files[name]
@@ -142,6 +166,15 @@ class GgufSource:
         return self._sha256
 
 
+def stored_sha256(source: StoredTensors, names: Mapping[str, str]) -> str:
+    """sha256 over some tensors of a source, named by the keys of ``names``; the values are their names there."""
+    digest = hashlib.sha256()
+    for name, stored_as in sorted(names.items()):
+        digest.update(f"{name}\0{source.dtypes[stored_as]}\0{source.shapes[stored_as]}\0".encode())
+        digest.update(source.stored(stored_as).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def require_finite(tensor: Tensor, name: str, origin: str) -> Tensor:
     """The tensor itself; a NaN or an infinity is an error. Minimum and maximum carry both, without a second tensor in memory."""
     if tensor.numel():
@@ -177,6 +210,8 @@ def _shards(folder: Path) -> list[Path]:
         # Shards lie beside their index. (Not decided by resolving: files of the hub's cache are links to elsewhere.)
         if shard in ("", "..") or Path(shard).name != shard or "\\" in shard or not shard.isprintable():
             raise CheckpointError(f"{folder / INDEX_NAME}: shard '{shown(shard)}' of tensor '{shown(name)}' is no file name here")
+        if not shard.endswith(".safetensors"):
+            raise CheckpointError(f"{folder / INDEX_NAME}: shard '{shown(shard)}' of tensor '{shown(name)}' is no safetensors file")
         if shard not in shards:
             path = folder / shard
             if not path.is_file():

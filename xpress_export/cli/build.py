@@ -66,6 +66,8 @@ def command(
     from xpress_export.build import build_bundle
     from xpress_export.checkpoints import open_pair
     from xpress_export.graph_set import set_graph_names
+    from xpress_export.options import check_engine_support, resolve_precisions
+    from xpress_export.rebuild import compare_with_older
     from xpress_export.staging import refuse_existing
     from xpress_runtime.backends import open_backend
     from xpress_runtime.bundle import Bundle
@@ -75,9 +77,7 @@ def command(
 
     refuse_existing(output, replace=force)
     requests, chosen = _engine_requests(engines, profile, compute_capability, timing_cache)
-    built = [Precision(name) for name in dict.fromkeys(precisions or (["fp32", "fp16"] if engines else ["fp32"]))]
-    half = [precision for precision in built if precision is not Precision.FP32]
-    if engines and not half:
+    if engines and set(precisions) == {"fp32"}:
         raise OptionError("--engine needs graphs in half precision, and --precision asks for fp32 alone; add --precision fp16")
     if not no_parity:
         # What the check will need at the end is missed now, before minutes of work.
@@ -85,11 +85,14 @@ def command(
     quiet_libraries()
     target_checkpoint, drafter_checkpoint = open_pair(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
     resolved = resolved_options(target_checkpoint, drafter_checkpoint, options, chosen, profile)
+    built = resolve_precisions(target_checkpoint, [Precision(name) for name in precisions], with_half=bool(engines))
     if requests:
         from xpress_export.engines_build import check_shortlists
 
+        check_engine_support(target_checkpoint)
         check_shortlists(resolved.shortlists)
     model = opened_draft_model(target_checkpoint, draft_model, draft_model_revision, draft_layers)
+    compare_with_older(output, target_checkpoint, drafter_checkpoint)
     num_graphs = len(set_graph_names(resolved, model))
     with progress("build", num_graphs * (len(built) + len(requests)) + 2, quiet=as_json) as report:
 
@@ -97,7 +100,8 @@ def command(
             for request in requests:
                 from xpress_export.engines_build import add_engines, engine_options
 
-                made = engine_options(request, manifest, precision=half[0], layout=chosen.layout if chosen else None)
+                half = next(precision for precision in built if precision is not Precision.FP32)
+                made = engine_options(request, manifest, precision=half, layout=chosen.layout if chosen else None)
                 add_engines(Bundle(staging, manifest), made, report=report)
 
         bundle = build_bundle(

@@ -8,19 +8,28 @@ from typing import Any
 
 import click
 
-from xpress_export.cli.options import bundle_argument, generation_config, generation_options, session_options
+from xpress_export.cli.options import (
+    bundle_argument,
+    chat_variables,
+    generation_config,
+    generation_options,
+    session_options,
+    thinking_option,
+)
 from xpress_runtime.errors import PromptError
 
 
 @click.command("chat")
 @bundle_argument
 @click.option("--system", help="A system message before the conversation.")
+@thinking_option
 @click.option("--stats", is_flag=True, help="Print acceptance and times after each answer.")
 @generation_options
 @session_options
 def command(
     bundle: Path,
     system: str | None,
+    thinking: bool | None,
     stats: bool,
     backend: str,
     threads: int | None,
@@ -37,6 +46,7 @@ def command(
     with Session.open(bundle, backend, threads=threads, verify=not no_verify, runtime_cache=runtime_cache) as session:
         if session.tokenizer is None or not session.tokenizer.has_chat_template:
             raise PromptError(f"{bundle} has no chat template; use: xpress-export generate {bundle} --raw")
+        variables = chat_variables(session, thinking)
         messages = list(opening)
         while (line := _read_line()) is not None:
             if line == "/quit":
@@ -51,7 +61,7 @@ def command(
                 continue
             question = {"role": "user", "content": line}
             try:
-                stream = session.stream([*messages, question], config)
+                stream = session.stream([*messages, question], config, chat_variables=variables)
             except PromptError as problem:
                 click.echo(f"{problem}; /reset begins anew", err=True)
                 continue

@@ -45,7 +45,7 @@ estimate_options = combined(
         "precisions",
         type=click.Choice([precision.value for precision in Precision]),
         multiple=True,
-        help="Estimate: graphs to build; may be given several times. Default: fp32 and fp16.",
+        help="Estimate: graphs to build; may be given several times. Default: fp32 and fp16, or bf16 where the target needs it.",
     ),
 )
 
@@ -72,14 +72,15 @@ def shown_estimate(
     from xpress_engines.profiles import load_profile
     from xpress_export.checkpoints.config_only import open_pair_configs
     from xpress_export.estimate import estimate_bundle
+    from xpress_export.options import resolve_precisions
 
     quiet_libraries()
     opened = open_pair_configs(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
     chosen = load_profile(profile) if profile is not None else None
     resolved = resolved_options(*opened, {**options, "shortlists": shortlist, "sampling": not no_sampling}, chosen, profile)
     model = opened_draft_model(opened[0], draft_model, draft_model_revision, draft_layers, config_only=True)
-    wanted = [Precision(name) for name in dict.fromkeys(precisions or ("fp32", "fp16"))]
-    estimate = estimate_bundle(*opened, resolved, wanted, model)
+    built = resolve_precisions(opened[0], [Precision(name) for name in precisions], with_half=True)
+    estimate = estimate_bundle(*opened, resolved, built, model)
     return _json(estimate, resolved) if as_json else _text(*opened, model, estimate, resolved)
 
 

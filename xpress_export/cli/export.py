@@ -50,7 +50,7 @@ def command(
     from xpress_export.build import ATTENTION_FORMS, weight_bytes
     from xpress_export.checkpoints import open_pair
     from xpress_export.graph_set import export_graph_set, set_graph_names
-    from xpress_export.options import resolve_options
+    from xpress_export.options import resolve_options, resolve_precisions
     from xpress_export.staging import refuse_existing, staged_folder
     from xpress_runtime.sets import Precision
 
@@ -58,7 +58,7 @@ def command(
     quiet_libraries()
     target_checkpoint, drafter_checkpoint = open_pair(target, drafter, target_revision=target_revision, drafter_revision=drafter_revision)
     resolved = resolve_options(target_checkpoint, drafter_checkpoint, **options)
-    chosen = Precision(precision)
+    (chosen,) = resolve_precisions(target_checkpoint, [Precision(precision)], with_half=False)
     model = opened_draft_model(target_checkpoint, draft_model, draft_model_revision, draft_layers)
     needed = weight_bytes(target_checkpoint, drafter_checkpoint, chosen, model)
     with (

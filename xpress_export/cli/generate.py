@@ -12,11 +12,13 @@ import click
 from xpress_export.cli.options import (
     bundle_argument,
     chat_option,
+    chat_variables,
     combined,
     generation_config,
     generation_options,
     json_option,
     session_options,
+    thinking_option,
     warning_options,
 )
 from xpress_runtime.errors import PromptError
@@ -27,6 +29,7 @@ from xpress_runtime.errors import PromptError
 @click.argument("prompt", required=False)
 @combined(
     chat_option,
+    thinking_option,
     click.option("--system", help="A system message before a chat prompt."),
     click.option("--tokens", help="The prompt as comma-separated token ids instead of text."),
     click.option("--stats", is_flag=True, help="Print acceptance and times to standard error."),
@@ -39,6 +42,7 @@ def command(
     bundle: Path,
     prompt: str | None,
     chat: bool | None,
+    thinking: bool | None,
     system: str | None,
     tokens: str | None,
     stats: bool,
@@ -63,7 +67,8 @@ def command(
     with Session.open(
         bundle, backend, threads=threads, verify=not no_verify, thresholds=thresholds, runtime_cache=runtime_cache
     ) as session:
-        stream = session.stream(_prompt(session, prompt, chat, system, tokens), config)
+        given = _prompt(session, prompt, chat, system, tokens)
+        stream = session.stream(given, config, chat_variables=chat_variables(session, thinking))
         for piece in stream:
             if not as_json and session.tokenizer is not None:
                 click.echo(piece.text, nl=stream.finished)

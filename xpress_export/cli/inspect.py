@@ -1,8 +1,9 @@
-"""`xpress-export inspect`: what a bundle holds and needs."""
+"""`xpress-export inspect`: what a bundle holds and needs, or what a checkpoint is."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,43 +13,71 @@ import click
 from xpress_export.cli.estimate import estimate_options, shown_estimate
 from xpress_export.cli.options import combined, json_option
 from xpress_export.cli.show import engine_lines, size, table
+from xpress_runtime.manifest import MANIFEST_FILE
 
 if TYPE_CHECKING:
     from xpress_runtime.bundle import Bundle
     from xpress_runtime.engines import EngineManifest
     from xpress_runtime.manifest import Manifest, Origin
 
+# What checkpoints are, as the package that reads them has it. That one is not imported here: it needs torch, and a bundle does not.
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_WEIGHT_SUFFIXES = (".gguf", ".pt", ".pth")
+_CONFIG_FILE = "config.json"
+
 
 @click.command("inspect")
-@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@click.argument("path", required=False)
 @combined(
     click.option("--capacity", type=click.IntRange(1), help="Show the memory needed at this capacity. Default: the bundle's."),
     click.option("--batch", type=click.IntRange(1), help="Show the memory needed for this many rows. Default: the bundle's."),
     click.option("--no-verify", is_flag=True, help="Do not hash the bundle's files."),
+    click.option("--revision", help="Revision of a checkpoint on the hub."),
+    click.option("--identity", is_flag=True, help="Of a checkpoint: read all tensors for their sha256."),
     json_option,
 )
 @estimate_options
 def command(
-    bundle: Path | None, capacity: int | None, batch: int | None, no_verify: bool, as_json: bool, estimate: bool, **estimated: Any
+    path: str | None,
+    capacity: int | None,
+    batch: int | None,
+    no_verify: bool,
+    revision: str | None,
+    identity: bool,
+    as_json: bool,
+    estimate: bool,
+    **estimated: Any,
 ) -> None:
-    """Show where BUNDLE came from, its graphs with sizes and operators, its parity result and the memory it needs.
+    """Show what PATH is: a bundle, or a checkpoint (a folder, a .gguf or .pt file, or a hub id).
 
-    With --estimate: what a bundle would need, before its checkpoints are downloaded.
+    Of a bundle: where it came from, its graphs with sizes and operators, its parity result and the memory it needs. Of a checkpoint: its
+    format, sizes and layers, and whether it can be built; with --target whether a drafter fits that target. With --estimate: what a bundle
+    would need, before its checkpoints are downloaded.
     """
+    context = click.get_current_context()
     if estimate:
-        if bundle is not None or no_verify:
-            raise click.UsageError("--estimate takes neither BUNDLE nor --no-verify", click.get_current_context())
+        if path is not None or no_verify or revision is not None or identity:
+            raise click.UsageError("--estimate takes neither PATH nor --no-verify, --revision or --identity", context)
         click.echo(shown_estimate(**estimated, capacity=capacity, batch=batch, as_json=as_json))
         return
-    if bundle is None:
-        raise click.UsageError("Missing argument 'BUNDLE'", click.get_current_context())
+    if path is None:
+        raise click.UsageError("Missing argument 'PATH'", context)
+    checkpoint = _is_checkpoint(path)
     for name, value in estimated.items():
-        if value:
+        if value and not (checkpoint and name in ("target", "target_revision")):
             option = "precision" if name == "precisions" else name.replace("_", "-")
-            raise click.UsageError(f"--{option} is for --estimate", click.get_current_context())
+            raise click.UsageError(f"--{option} is for --estimate", context)
+    of_bundle = {"--capacity": capacity, "--batch": batch, "--no-verify": no_verify}
+    of_checkpoint = {"--revision": revision, "--identity": identity}
+    for option, value in (of_bundle if checkpoint else of_checkpoint).items():
+        if value:
+            raise click.UsageError(f"{option} is for {'bundles' if checkpoint else 'checkpoints'}, and {path} is none", context)
+    if checkpoint:
+        _explain(path, revision, estimated["target"], estimated["target_revision"], with_identity=identity, as_json=as_json)
+        return
     from xpress_runtime.bundle import Bundle
 
-    opened = Bundle.open(bundle, verify=not no_verify)
+    opened = Bundle.open(Path(path), verify=not no_verify)
     manifest = opened.manifest
     capacity, batch = capacity or manifest.capacity, batch or manifest.batch
     engines = _engines(opened, verify=not no_verify)
@@ -57,6 +86,39 @@ def command(
         click.echo(json.dumps({**manifest.to_json(), "memory": _memory(manifest, engines, capacity, batch), "engines": held}))
         return
     click.echo(_shown(manifest, engines, capacity, batch))
+
+
+def _is_checkpoint(path: str) -> bool:
+    """Decided without what only an export needs: a bundle is shown where torch is not installed."""
+    place = Path(path).expanduser()
+    if not path.strip() or "\0" in path:
+        return False
+    try:
+        if not place.exists():
+            return _HUB_ID.fullmatch(path) is not None
+        if place.is_file():
+            return place.suffix in (*_WEIGHT_SUFFIXES, ".json")
+        names = [entry.name for entry in place.iterdir()]
+    except OSError:
+        return False
+    if MANIFEST_FILE in names:
+        return False
+    return _CONFIG_FILE in names or any(name.endswith(_WEIGHT_SUFFIXES) for name in names)
+
+
+def _explain(
+    path: str, revision: str | None, target: str | None, target_revision: str | None, *, with_identity: bool, as_json: bool
+) -> None:
+    from xpress_export.checkpoints.explain import explain
+    from xpress_export.cli.quiet import quiet_libraries
+    from xpress_export.cli.show_checkpoint import shown_checkpoint
+    from xpress_runtime.errors import CheckFailed
+
+    quiet_libraries()
+    found = explain(path, revision, with_identity=with_identity, target=target, target_revision=target_revision)
+    click.echo(json.dumps(found.to_json()) if as_json else shown_checkpoint(found))
+    if found.mismatch is not None:
+        raise CheckFailed(found.mismatch)
 
 
 def _engines(bundle: Bundle, *, verify: bool) -> dict[str, EngineManifest | str]:

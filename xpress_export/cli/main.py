@@ -25,11 +25,12 @@ from xpress_runtime.version import VERSION
 COMMANDS = {
     "build": ("build", "Build a bundle from a target and a drafter."),
     "export": ("export", "Export the ONNX graphs alone, without tokenizer and manifest."),
+    "convert": ("convert", "Write a drafter of any format in the serving format."),
     "engine": ("engine", "Build TensorRT engines into a bundle."),
     "parity": ("parity", "Compare a bundle with PyTorch and transformers."),
     "generate": ("generate", "Generate from a prompt with a bundle."),
     "chat": ("chat", "Talk to a bundle."),
-    "inspect": ("inspect", "Show what a bundle holds and needs."),
+    "inspect": ("inspect", "Show what a bundle holds and needs, or what a checkpoint is."),
     "doctor": ("doctor", "Show what is installed and which backends run here."),
     "bench": ("bench", "Measure what speculation gains, and what of it."),
     "demo": ("demo", "Build the demo bundle and show what speculation gains."),

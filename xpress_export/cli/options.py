@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from xpress_engines.profiles import ProfileSet
     from xpress_export.checkpoints import DrafterCheckpoint, DraftModelCheckpoint, TargetCheckpoint
     from xpress_export.options import BuildOptions
+    from xpress_runtime.session import Session
 
 _LONGEST_RANGE = 10_000
 
@@ -142,6 +143,22 @@ session_options = combined(
 chat_option = click.option(
     "--chat/--raw", default=None, help="Send a prompt as a chat message, or as plain text. Default: chat where there is a template."
 )
+
+thinking_option = click.option(
+    "--thinking/--no-thinking", default=None, help="Switch thinking in a chat, where the template can. Default: the template's."
+)
+
+
+def chat_variables(session: Session, thinking: bool | None) -> dict[str, Any]:
+    """Variables for the chat template; OptionError where it has no switch for thinking and one is asked for."""
+    from xpress_runtime.fit import THINKING, thinks_with
+
+    if thinking is None:
+        return {}
+    if session.tokenizer is None or not session.tokenizer.has_chat_template or thinks_with(session.tokenizer, {}) is None:
+        raise OptionError(f"the chat template of {session.bundle.folder} cannot switch thinking; leave out --thinking and --no-thinking")
+    return {THINKING: thinking}
+
 
 distribution_options = combined(
     click.option("--top-k", type=int, help="Sample from the K best tokens."),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from pathlib import Path
 from typing import BinaryIO, Self
 
+import numpy as np
 import onnx_ir as ir
 
 WEIGHTS_FILE = "weights.bin"
@@ -37,7 +39,7 @@ class WeightStore:
                 continue
             value.const_value = ir.ExternalTensor(
                 WEIGHTS_FILE,
-                self._append(tensor.tobytes()),
+                self._append(_raw(tensor)),
                 tensor.nbytes,
                 ir.DataType(tensor.dtype),
                 shape=ir.Shape(tensor.numpy().shape),
@@ -46,7 +48,7 @@ class WeightStore:
             )
         self._file.flush()
 
-    def _append(self, content: bytes) -> int:
+    def _append(self, content: memoryview) -> int:
         digest = hashlib.sha256(content).hexdigest()
         if digest not in self._offsets:
             offset = self._file.tell()
@@ -54,3 +56,10 @@ class WeightStore:
             self._file.write(b"\0" * (-len(content) % _ALIGNMENT))
             self._offsets[digest] = offset
         return self._offsets[digest]
+
+
+def _raw(tensor: ir.TensorProtocol) -> memoryview:
+    """A tensor's bytes where they lie: a copy of a vocabulary's table would be the largest thing in memory. ONNX has them little-endian."""
+    if sys.byteorder != "little":
+        return memoryview(tensor.tobytes())
+    return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data

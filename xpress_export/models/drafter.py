@@ -32,6 +32,7 @@ class DrafterConfig:
     ``tap_layers`` are 0-based target layers; ``num_target_layers`` is None where the checkpoint does not say. The block's embeddings are
     rows of the target's table times the backbone's ``embedding_scale``, whatever the target itself multiplies them with; base logits are
     the product of the target's head, times the backbone's ``logit_scale`` and bounded by its ``logit_cap``, whatever the target's are.
+    ``draft_vocab_size`` tokens can be drafted: the backbone's ``vocab_size``, or fewer.
     """
 
     backbone: DecoderConfig
@@ -39,6 +40,7 @@ class DrafterConfig:
     mask_token_id: int
     tap_layers: tuple[int, ...]
     num_target_layers: int | None
+    draft_vocab_size: int
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Parameter names follow the paper's head: ``w1`` looks up the previous token, ``w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,16 @@ from torch import Tensor, nn
 from xpress_export.models.layers import GatedMlp, Linear
 from xpress_export.models.noise import BlockNoise
 
+AnchorPredecessor = Literal["previous", "anchor"]
+
 
 @dataclass(frozen=True)
 class RefinerConfig:
-    """Sizes of a refiner; ``num_passes`` and ``shortlist`` are the checkpoint's own defaults (0 = full vocabulary)."""
+    """Sizes of a refiner; ``num_passes`` and ``shortlist`` are the checkpoint's own defaults (0 = full vocabulary).
+
+    ``anchor_predecessor``: which token stands before the anchor, the real "previous" one or the "anchor" itself once more. It depends on
+    how the refiner was trained.
+    """
 
     hidden_size: int
     vocab_size: int
@@ -25,6 +32,7 @@ class RefinerConfig:
     block_size: int
     num_passes: int
     shortlist: int
+    anchor_predecessor: AnchorPredecessor = "previous"
 
 
 class Refiner(nn.Module):

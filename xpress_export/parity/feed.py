@@ -21,7 +21,7 @@ from xpress_export.options import BuildOptions
 from xpress_export.parity.feed_drafting import DraftingFeed
 from xpress_export.parity.feed_sampling import Call, Draw, SamplingFeed
 from xpress_export.parity.modules import Tensors
-from xpress_runtime.graph_names import SAMPLED, refiner_name, refiner_variants
+from xpress_runtime.graph_names import BASE_HEAD, SAMPLED, refiner_name, refiner_variants
 from xpress_runtime.memory import backlog_rows
 from xpress_runtime.sets import AttentionForm
 
@@ -85,6 +85,7 @@ class Feed:
         self._block_size = drafter.config.block_size
         self._draw = Draw(torch.Generator().manual_seed(20260802), self._vocab_size, self._block_size)
         self._mask_token_id = drafter.config.mask_token_id
+        self._has_base_head = options.base_head
         longest = max([_PROMPT_ROWS + 3 * self._block_size, *(len(text) for text in texts)])
         # Masked graphs have caches of one length.
         rows = longest + self._block_size if form is AttentionForm.LENGTH else options.cache_rows
@@ -106,6 +107,7 @@ class Feed:
             "target": self._target,
             "head": self._rank,
             "drafter": self._drafter,
+            **({BASE_HEAD: self._base} if options.base_head else {}),
             **{refiner_name(*variant): self._refiner for variant in variants},
             "accept": sampling.accept,
             **self._drafting.calls(),
@@ -180,7 +182,6 @@ class Feed:
                 call({"hidden": strand.hidden[source], "rows": rows})
 
     def _drafter(self, call: Call) -> None:
-        head = self._logits["head"]
         for strand in self._strands:
             caches = strand.caches.pop("drafter")
             for block, embeddings in zip(strand.blocks, strand.block_embeddings, strict=True):
@@ -195,9 +196,16 @@ class Feed:
                 )
                 caches = _next_caches(outputs)
                 hidden = outputs["hidden"]
-                draft_rows = torch.arange(1, self._block_size).expand(hidden.shape[0], -1).contiguous()
-                base = head({"hidden": hidden, "rows": draft_rows})["logits"]
-                strand.drafts.append({"hidden": hidden, "base_logits": base, "anchor": block.anchor, "predecessor": block.predecessor})
+                strand.drafts.append({"hidden": hidden, "anchor": block.anchor, "predecessor": block.predecessor})
+        if not self._has_base_head:
+            self._base(self._logits["head"])
+
+    def _base(self, call: Call) -> None:
+        """The base logits of every block."""
+        for strand in self._strands:
+            for drafted in strand.drafts:
+                rows = torch.arange(1, self._block_size).expand(drafted["hidden"].shape[0], -1).contiguous()
+                drafted["base_logits"] = call({"hidden": drafted["hidden"], "rows": rows})["logits"]
 
     def _refiner(self, call: Call) -> None:
         for strand in self._strands:

@@ -32,6 +32,7 @@ FP32_PARTS: dict[str, Parts] = {
     "draft-embed": (),
     "draft-decoder": (_NORMS, _SOFTMAX),
     "draft-head": (_LOGITS,),
+    "base-head": (_LOGITS,),
     **dict.fromkeys(("lookup", "confidence", "sample", "accept-sampled", "accept-candidates", "penalise", "count"), _ALL),
     **dict.fromkeys(("filter-top-k", "filter-top-p", "draft-step", "draft-step-sampled"), _ALL),
 }

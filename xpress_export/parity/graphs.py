@@ -78,6 +78,7 @@ def built_options(manifest: Manifest) -> BuildOptions:
         prefill_chunk=manifest.prefill_chunk,
         cache_rows=manifest.cache_rows,
         sampling=manifest.sampling,
+        base_head=manifest.base_head,
     )
 
 

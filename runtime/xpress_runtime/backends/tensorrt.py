@@ -23,7 +23,7 @@ from xpress_runtime.backends.engine import Engine, EngineContext, EngineLibrary
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.engines import EngineRecord, Engines, open_engines
 from xpress_runtime.errors import BundleError, EnvironmentProblem, OptionError
-from xpress_runtime.graph_names import refiner_name
+from xpress_runtime.graph_names import BASE_HEAD, refiner_name
 from xpress_runtime.sets import AttentionForm, Precision, set_name
 
 logger = logging.getLogger("xpress_runtime.backends")
@@ -98,7 +98,7 @@ class TensorRtBackend(DeviceBackend):
         self._check_rows(bundle, engines, num_rows)
         self.graph_set = manifest.graph_set
         default = refiner_name(bundle.manifest.num_passes[0], bundle.manifest.shortlists[0])
-        used = ("embed", "target", "head", "drafter", "accept", default)
+        used = ("embed", "target", "head", "drafter", "accept", default, *((BASE_HEAD,) if bundle.manifest.base_head else ()))
         weights = sum(manifest.engines[graph].bytes for graph in used)
         self._memory = MemoryPlan(bundle.manifest, manifest.graph_set, weights, num_rows)
         self._memory.check(*self.device.cuda.memory())

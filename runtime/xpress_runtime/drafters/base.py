@@ -84,11 +84,12 @@ def bind_refiner(plan: Plan, num_passes: int, shortlist: int, *, sampled: bool, 
     buffers = plan.buffers
     program = plan.program(refiner_name(num_passes, shortlist, sampled=sampled))
     drawn_from = drafted_scores(plan, num_passes, shortlist, sampled=sampled, base_logits=base_logits)
+    previous = plan.bundle.manifest.drafter.anchor_predecessor == "previous"
     bound = {
         "hidden": hidden,
         "base_logits": base_logits,
         "anchor": buffers.anchor,
-        "predecessor": buffers.predecessor,
+        "predecessor": buffers.predecessor if previous else buffers.anchor,
         "verify_ids": buffers.verify_ids,
     }
     if sampled:

@@ -14,7 +14,7 @@ from xpress_runtime.backends.base import BoundProgram, Buffer
 from xpress_runtime.backlog import Backlog
 from xpress_runtime.buffers import row_of
 from xpress_runtime.drafters.base import Drafter, bind_refiner, drafted_scores
-from xpress_runtime.graph_names import refiner_name
+from xpress_runtime.graph_names import BASE_HEAD, refiner_name
 from xpress_runtime.plan import Plan, Round
 from xpress_runtime.verification import DrawnFrom
 
@@ -44,7 +44,8 @@ class BlockDrafter(Drafter):
         self.fills = slots_filled(plan.block_size - 1, draft_steps)
         self.draft_steps = len(self.fills)
         self._backlog = backlog
-        plan.load("drafter", refiner_name(num_passes, self.shortlist, sampled=sampled))
+        self._head = BASE_HEAD if plan.bundle.manifest.base_head else "head"
+        plan.load("drafter", self._head, refiner_name(num_passes, self.shortlist, sampled=sampled))
         if self.draft_steps > 1:
             plan.load("denoise")
 
@@ -109,9 +110,8 @@ class BlockDrafter(Drafter):
 
     def _bind_draft(self, ids: Buffer, taps: Buffer, width: int) -> tuple[BoundProgram, ...]:
         plan, buffers = self.plan, self.plan.buffers
-        head = plan.bind_head(
-            plan.num_rows, plan.block_size, buffers.draft_rows, buffers.draft_hidden, buffers.base_logits, buffers.base_tokens
-        )
+        drafted = (buffers.draft_rows, buffers.draft_hidden, buffers.base_logits, buffers.base_tokens)
+        head = plan.bind_head(plan.num_rows, plan.block_size, *drafted, graph=self._head)
         return (*self._bind_context(ids, taps, width), head)
 
     def _bind_context(self, ids: Buffer, taps: Buffer, width: int) -> tuple[BoundProgram, ...]:
