@@ -1,6 +1,8 @@
 # Everything runs in one virtual environment that this file makes. `make help` lists the targets.
 PYTHON ?= python3
 VENV ?= .venv
+# Processes that run tests. Each builds the small bundles that it needs, so more than a few gain little.
+TEST_PROCESSES ?= 2
 GPU_REPORT ?= gpu-report
 GPU_EXTRAS ?= cpu,rtx
 comma := ,
@@ -16,10 +18,10 @@ demo: $(VENV)/.installed  ## fetch a real model, build its bundle, measure plain
 	$(VENV)/bin/xpress-export demo
 
 test: check  ## check, then every test but those marked slow
-	$(VENV)/bin/python -m pytest -m "not slow and not gpu"
+	$(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup -m "not slow and not gpu"
 
 test-all: check  ## check, then every test that needs no GPU
-	$(VENV)/bin/python -m pytest -m "not gpu"
+	$(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup -m "not gpu"
 
 check: $(VENV)/.installed-dev  ## linter, formatting, types
 	$(VENV)/bin/python -m ruff check .

@@ -17,6 +17,16 @@ from xpress_export.options import resolve_options
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.sets import Precision
 
+# Folders whose tests share something that takes long to make: one process runs them all.
+SHARING = ("e2e", "engines", "sampling")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Which tests stay together where several processes run them: those of a file, or of a folder that shares more."""
+    for item in items:
+        place = item.path.relative_to(Path(__file__).parent)
+        item.add_marker(pytest.mark.xdist_group(place.parts[0] if place.parts[0] in SHARING else place.as_posix()))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread() -> None:

@@ -12,20 +12,26 @@ from xpress_runtime.sets import AttentionForm
 NUM_POSITIONS = 96
 
 
-def empty_caches(config: DecoderConfig) -> list[Tensor]:
+def empty_caches(config: DecoderConfig, num_positions: int = NUM_POSITIONS) -> list[Tensor]:
     """One cache a layer, filled with garbage: what is not written yet must not matter."""
-    return [torch.full((1, config.num_kv_heads, NUM_POSITIONS, config.head_dim), 7.0) for _ in range(config.num_layers)]
+    return [torch.full((1, config.num_kv_heads, num_positions, config.head_dim), 7.0) for _ in range(config.num_layers)]
 
 
 class TargetRun:
     """Embedding → decoder → head of a checkpoint on its own caches, from any position."""
 
-    def __init__(self, checkpoint: TargetCheckpoint, tap_layers: tuple[int, ...], form: AttentionForm = AttentionForm.LENGTH) -> None:
+    def __init__(
+        self,
+        checkpoint: TargetCheckpoint,
+        tap_layers: tuple[int, ...],
+        form: AttentionForm = AttentionForm.LENGTH,
+        num_positions: int = NUM_POSITIONS,
+    ) -> None:
         self.embedding = checkpoint.embedding()
         self.head = checkpoint.head()
-        self.decoder = checkpoint.decoder(tap_layers, NUM_POSITIONS, form)
-        self.keys = empty_caches(checkpoint.config)
-        self.values = empty_caches(checkpoint.config)
+        self.decoder = checkpoint.decoder(tap_layers, num_positions, form)
+        self.keys = empty_caches(checkpoint.config, num_positions)
+        self.values = empty_caches(checkpoint.config, num_positions)
 
     def step(self, ids: list[int], position: int) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden [S, H], taps [S, T·H] and logits [S, V] of ``ids`` at ``position``."""

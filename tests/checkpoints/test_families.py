@@ -101,6 +101,25 @@ def assert_equals(folder: Path, model: Any, form: AttentionForm = AttentionForm.
     assert (tapped - torch.cat(expected.hidden_states[1:], dim=-1)[0]).abs().max() < TOLERANCE
 
 
+LONG = {
+    "llama": {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}},
+    "qwen3": {"rope_parameters": YARN | {"rope_theta": 1e6}, "use_sliding_window": True, "sliding_window": 200, "max_window_layers": 1},
+    "phi3": {"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.4}, "original_max_position_embeddings": 512},
+    "gemma3_text": {"sliding_window": 100, "layer_types": [SLIDING, FULL, SLIDING], "rope_parameters": GEMMA3_ROPES},
+}
+
+
+@pytest.mark.parametrize("model_type", LONG)
+def test_long_texts(model_type: str, tmp_path: Path) -> None:
+    """Far behind windows and original lengths, in chunks of other sizes than those."""
+    model = write_target(tmp_path, model_type, max_position_embeddings=1024, **LONG[model_type])
+    ids = torch.randint(0, 61, (460,), generator=torch.Generator().manual_seed(5)).tolist()
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+    _, _, logits = TargetRun(open_target(str(tmp_path)), (0,), num_positions=480).chunks(ids, (256, 128, 75, 1))
+    assert (logits - expected).abs().max() < TOLERANCE
+
+
 @pytest.mark.parametrize("name", ROPES)
 def test_rotary_tables_are_transformers_own(name: str, tmp_path: Path) -> None:
     """The tables alone and far out, where a wrong frequency cannot hide behind small weights."""
