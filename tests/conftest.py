@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +18,25 @@ from xpress_export.options import resolve_options
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.sets import Precision
 
-# Folders whose tests share something that takes long to make: one process runs them all.
-SHARING = ("e2e", "engines", "sampling")
+# Folders whose tests share something that takes long to make: one process runs all of a group.
+SHARING = {"e2e": "real target", "sampling": "sampling", "engines": "complete bundle", "parity": "complete bundle"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One of several processes keeps to its share of the cores: threads that wait for a core are many times slower than one that has it."""
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if worker is None or not hasattr(os, "sched_setaffinity"):
+        return
+    cores, count = sorted(os.sched_getaffinity(0)), worker["workercount"]
+    own = cores[int(worker["workerid"].removeprefix("gw")) :: count]
+    os.sched_setaffinity(0, own or cores)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Which tests stay together where several processes run them: those of a file, or of a folder that shares more."""
     for item in items:
         place = item.path.relative_to(Path(__file__).parent)
-        item.add_marker(pytest.mark.xdist_group(place.parts[0] if place.parts[0] in SHARING else place.as_posix()))
+        item.add_marker(pytest.mark.xdist_group(SHARING.get(place.parts[0], place.as_posix())))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -89,7 +89,7 @@ def test_at_a_temperature_a_seed_gives_the_same_tokens_again(spoken: Spoken, ask
 
 def test_built_in_sets_by_name(spoken: Spoken, monkeypatch: pytest.MonkeyPatch) -> None:
     # The tiny bundle has no room for real prompts.
-    monkeypatch.setattr(Session, "encode", lambda *_arguments: [1, 2, 3])
+    monkeypatch.setattr(Session, "encode", lambda *_arguments, **_variables: [1, 2, 3])
     values = json.loads(bench(spoken, "--set", "code", "--set", "math", "--num-prompts", 1, "--groups", "A", "--json").assert_done().out)
     assert [prompt["name"] for prompt in values["prompts"]] == ["code-001", "math-001"]
 

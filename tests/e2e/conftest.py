@@ -20,8 +20,8 @@ from xpress_runtime.session import Session
 
 @pytest.fixture(scope="package", autouse=True)
 def all_torch_threads() -> Iterator[None]:
-    """The real target is worth every core."""
-    torch.set_num_threads(os.cpu_count() or 1)
+    """The real target is worth every core that this process has."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     yield
     torch.set_num_threads(1)
 
