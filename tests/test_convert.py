@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tests import layouts
@@ -78,6 +79,23 @@ def test_conversion_of_damaged_values_leaves_nothing(drafters: Path, tmp_path: P
     drafter = open_drafter(str(drafters / "xpress"))
     assert_refused(lambda: convert_drafter(drafter, tmp_path / "out"), "disk", error=OutputError)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_line(drafters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_arguments: object, **_options: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    assert_refused(lambda: convert_drafter(open_drafter(str(drafters / "xpress")), tmp_path / "out"), "No space left", error=OutputError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_that_are_not_finite_are_not_converted(drafters: Path, tmp_path: Path) -> None:
+    shutil.copytree(drafters / "xpress", tmp_path / "given")
+    held = load_file(tmp_path / "given/model.safetensors")
+    held["norm.weight"][3] = float("nan")
+    save_file(held, tmp_path / "given/model.safetensors")
+    assert_refused(lambda: convert_drafter(open_drafter(str(tmp_path / "given")), tmp_path / "out"), "norm.weight", "not finite")
 
 
 def test_options_of_a_conversion(drafters: Path, tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 from xpress_export.checkpoints.drafter import DrafterCheckpoint, open_drafter
 from xpress_export.checkpoints.formats.description import IN_DRAFT, OWN_EMBEDDING, OWN_HEAD, TO_TARGET
-from xpress_export.checkpoints.locate import CONFIG_FILE
+from xpress_export.checkpoints.locate import CONFIG_FILE, one_line
 from xpress_export.checkpoints.renamed import RenamedSource
-from xpress_export.checkpoints.tensors import INDEX_NAME
+from xpress_export.checkpoints.tensors import INDEX_NAME, require_finite
 from xpress_export.models.refiner import AnchorPredecessor
 from xpress_export.staging import Written, refuse_existing, staged_folder
-from xpress_runtime.errors import OptionError, OutputError
+from xpress_runtime.errors import CheckpointError, OptionError, OutputError
 from xpress_runtime.version import VERSION
 
 CONVERSION_FILE = "conversion.json"
@@ -93,7 +93,8 @@ def convert_drafter(
         written = open_drafter(str(staging))
         identity = written.identity()
         same = (written.config, written.markov, written.refiner) == (drafter.config, drafter.markov, changed)
-        assert same and written.tensors.sha256() == drafter.tensors.sha256(), f"{staging} does not read back as {source}"
+        if not same or written.tensors.sha256() != drafter.tensors.sha256():
+            raise CheckpointError(f"{source} changed while it was converted; convert it again when nothing writes to it")
         conversion = Conversion(
             folder=output,
             source=source,
@@ -152,6 +153,7 @@ def _forget(config: dict[str, Any], name: str) -> None:
 
 def _write_tensors(tensors: RenamedSource, folder: Path, max_shard_bytes: int) -> None:
     from huggingface_hub import split_state_dict_into_shards_factory
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     split = split_state_dict_into_shards_factory(
@@ -162,7 +164,12 @@ def _write_tensors(tensors: RenamedSource, folder: Path, max_shard_bytes: int) -
     )
     for file, names in split.filename_to_tensors.items():
         # Copies: tensors of a training checkpoint may share memory, and mapped ones are read here.
-        save_file({name: tensors.stored(name).contiguous().clone() for name in names}, folder / file, metadata={"format": "pt"})
+        held = {name: require_finite(tensors.stored(name).contiguous().clone(), name, file) for name in names}
+        try:
+            save_file(held, folder / file, metadata={"format": "pt"})
+        except SafetensorError as problem:
+            # What the system refuses arrives so, and not as an OSError.
+            raise OutputError(f"{folder / file} cannot be written: {one_line(problem)}") from None
     if split.is_sharded:
         _write_json(folder / INDEX_NAME, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
 

@@ -183,7 +183,8 @@ def _set(made_of: _Checkpoints, options: BuildOptions, precision: Precision) -> 
         files = {f"graphs/{graph_set.name}/weights": FileRecord(weights, "")}
         return describe(made_of.target, made_of.drafter, options, draft_model=made_of.draft_model, graph_sets=(graph_set,), files=files)
 
-    if precision is Precision.FP32:
+    if precision is Precision.FP32 or made_of.target.config.attention_cap is not None:
+        # No engine can be built of soft-capped attention: such graphs run as they are, wherever ONNX Runtime runs them.
         memory = memory_need(manifest(on_disk), graph_set, batch=options.batch)
         return SetEstimate(graphs, on_disk, {}, memory, ())
     # TensorRT-RTX folds the cast of a head's table into it, and so holds the table in fp32.

@@ -115,6 +115,8 @@ def _foreign_file(folder: Path, written: Written) -> str | None:
     """A file in ``folder`` that no command which writes this put there."""
     has_marker = written.marker is None or (folder / written.marker).is_file()
     try:
+        if written is not BUNDLE_OR_GRAPHS:
+            raise LookupError(MANIFEST_FILE)
         listed = set(json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))["files"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         # No bundle, or a damaged one; its usual files are still known by name.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ class Fields:
     def from_file(cls, path: Path, error: type[UserError]) -> Fields:
         """Read a JSON file that must hold an object."""
         try:
-            if path.stat().st_size > MAX_JSON_BYTES:
+            state = path.stat()
+            if not stat.S_ISREG(state.st_mode):
+                raise error(f"{path} is no file that can be read to an end")
+            if state.st_size > MAX_JSON_BYTES:
                 raise error(f"{path} is larger than {MAX_JSON_BYTES} bytes, which no description of a model is")
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:

@@ -134,8 +134,16 @@ CASES: list[tuple[str, Change, tuple[str, ...]]] = [
     ("llama", fields(model_type="phi3"), ("self_attn.qkv_proj.weight", "missing")),
     ("phi3", fields(model_type="mistral"), ("self_attn.q_proj.weight", "missing")),
     ("llama", fields(model_type="gemma2", hidden_act="gelu_new"), ("pre_feedforward_layernorm", "missing")),
-    ("gemma2", fields(model_type="gemma3_text", rope_parameters=...), ("q_norm.weight", "missing")),
+    ("gemma2", fields(model_type="gemma3_text", attn_logit_softcapping=None, rope_parameters=...), ("q_norm.weight", "missing")),
     ("qwen3", fields(model_type="llama"), ("q_norm.weight", "not part")),
+    # transformers reads one of the two, and would assume another base.
+    (
+        "llama",
+        fields(
+            rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}, rope_scaling={"rope_type": "linear", "factor": 2.0}
+        ),
+        ("rope_theta", "stale"),
+    ),
     ("phi3", tensors(model__layers__0__mlp__gate_up_proj__weight=lambda t: t[:-1]), ("gate_up_proj", "[111, 40]", "[112, 40]")),
     ("phi3", tensors(model__layers__0__self_attn__q_proj__weight=torch.ones(40, 40)), ("q_proj", "not part")),
     ("gemma2", tensors(model__layers__2__post_feedforward_layernorm__weight=...), ("post_feedforward_layernorm", "missing")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 from collections.abc import Callable
@@ -33,6 +34,18 @@ def test_longer_than_its_header_says(copy: Callable[[str], Path]) -> None:
     with (folder / "model.safetensors").open("ab") as file:
         file.write(b"x")
     assert_refused(lambda: open_target(str(folder)), "model.safetensors", "fetch it again")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with a name")
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", "README.md"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name: str, copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    if name == "README.md":
+        assert open_target(str(folder)).licence is None
+    else:
+        assert_refused(lambda: open_target(str(folder)), name)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**31, 2**63, 2**64 - 1])

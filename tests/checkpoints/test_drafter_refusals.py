@@ -20,6 +20,17 @@ from xpress_export.checkpoints import open_drafter
         ("xpress", {"speculators_model_type": "eagle3"}, ("eagle3", "xpress, dflash, dspark")),
         ("xpress", {"speculators_model_type": 3}, ("speculators_model_type '3'",)),
         ("xpress", {"sample_from_anchor": True}, ("sample_from_anchor is true", "every slot")),
+        # They would change drafts in the serving format, and are read nowhere here.
+        *[
+            ("xpress", {name: value}, (f"'{name}'", "convert"))
+            for name, value in (
+                ("anchor_predecessor", "anchor"),
+                ("output_multiplier", 0.5),
+                ("xpress_num_passes", 1),
+                ("dflash_config", {}),
+            )
+        ],
+        ("dflash", {"norm_before_fc": True}, ("norm_before_fc", "true")),
         ("markov", {"sample_from_anchor": ...}, ("sample_from_anchor is absent", "every slot")),
         ("markov", {"sample_from_anchor": True}, ("sample_from_anchor is true",)),
         ("markov", {"markov_head_type": "gated"}, ("markov_head_type", "gated")),
@@ -68,6 +79,9 @@ def test_refused_of_speculators(source: str, options: dict[str, Any], named: tup
         ("xpress", {"dflash_config": ...}, ("dflash_config", "missing")),
         ("xpress", {"draft_vocab_size": 9}, ("draft_vocab_size is 9 of 61", "'d2t'")),
         ("dflash", {"dflash_config": {"mask_token_id": 60}, "num_target_layers": ...}, ("target_layer_ids", "num_target_layers", "add")),
+        ("dflash", {"dflash_config": {"mask_token_id": 60, "is_causal": True}}, ("dflash_config", "'is_causal'", "beside")),
+        ("dflash", {"sliding_window_non_causal": True}, ("sliding_window_non_causal", "is_causal")),
+        ("xpress", {"xpress_topc": 30, "draft_vocab_size": 20}, ("shortlist", "30", "20 tokens")),
         ("dflash", {"markov_rank": 8, "markov_head_type": "gated"}, ("markov_head_type", "gated")),
         ("dflash", {"sliding_window": 4, "use_sliding_window": True, "layer_types": ["linear_attention"] * 2}, ("linear_attention",)),
     ],

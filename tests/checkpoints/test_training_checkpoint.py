@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests import layouts
 from tests.checkpoints.spoil import assert_refused
 from tests.tiny import edit_json, write_drafter
 from xpress_export.checkpoints import open_drafter
+from xpress_export.checkpoints.config_only import open_drafter_config
 from xpress_runtime.errors import CheckpointError, OptionError
 from xpress_runtime.sets import AttentionForm
 
@@ -166,6 +168,37 @@ def test_base_config_elsewhere(drafters: Path, tmp_path: Path) -> None:
         assert opened.refiner.num_passes == 3
     assert_refused(lambda: open_drafter(str(path), base_config=tmp_path / "none"), "--base-config", "none", error=OptionError)
     assert_refused(lambda: open_drafter(str(drafters / "xpress"), base_config=tmp_path / "base"), "--base-config", error=OptionError)
+
+
+def test_a_compressed_archive_is_refused_before_it_is_unpacked(drafters: Path, tmp_path: Path) -> None:
+    layouts.training_checkpoint(drafters / "xpress", tmp_path / "step.pt")
+    with zipfile.ZipFile(tmp_path / "step.pt") as stored, zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        for entry in stored.namelist():
+            packed.writestr(entry, stored.read(entry))
+    assert_refused(lambda: open_drafter(str(tmp_path / "packed.pt")), "packed.pt", "compressed")
+
+
+def test_a_negated_view_is_its_values(drafters: Path, tmp_path: Path) -> None:
+    layouts.training_checkpoint(drafters / "xpress", tmp_path / "step.pt")
+    held = torch.load(tmp_path / "step.pt", weights_only=False)
+    held["draft_state_dict"]["fc.weight"] = torch._neg_view(-held["draft_state_dict"]["fc.weight"])
+    torch.save(held, tmp_path / "viewed.pt")
+    # Other bytes of the file, the same tensors.
+    assert open_drafter(str(tmp_path / "viewed.pt")).tensors.sha256() == open_drafter(str(tmp_path / "step.pt")).tensors.sha256()
+
+
+def test_one_beside_other_weights_is_not_read_and_said_so(drafters: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(drafters / "dflash", tmp_path / "both")
+    layouts.training_checkpoint(drafters / "xpress", tmp_path / "both/refiner.pt", base=False)
+    (tmp_path / "both/optimizer.pt").write_bytes(b"")
+    assert open_drafter(str(tmp_path / "both")).format == "bare DFlash"
+    assert "name refiner.pt itself" in caplog.text
+    assert open_drafter(str(tmp_path / "both/refiner.pt")).head == "xpress"
+
+
+def test_a_config_alone_does_not_say_its_sizes(drafters: Path, tmp_path: Path) -> None:
+    layouts.training_checkpoint(drafters / "xpress", tmp_path / "step.pt")
+    assert_refused(lambda: open_drafter_config(str(tmp_path), None), "step.pt", "convert it first")
 
 
 def test_several_training_checkpoints(drafters: Path, tmp_path: Path) -> None:

@@ -36,6 +36,13 @@ def test_report(given: Path, tmp_path: Path) -> None:
     assert open_drafter(str(tmp_path / "out")).identity() == open_drafter(str(given)).identity()
 
 
+def test_names_from_the_checkpoint_are_escaped(given: Path, tmp_path: Path) -> None:
+    (given / "README\n\x1b[31m.md").write_text("x")
+    shown = invoke("convert", given, "--output", tmp_path / "out").assert_done().out
+    assert "\x1b" not in shown
+    assert "\\x1b[31m.md" in shown
+
+
 def test_json(given: Path, tmp_path: Path) -> None:
     options = ("--num-passes", "1", "--anchor-predecessor", "anchor", "--json")
     values = json.loads(invoke("convert", given, "--output", tmp_path / "out", *options).assert_done().out)

@@ -139,7 +139,7 @@ def test_neither_bundle_nor_checkpoint(tmp_path: Path) -> None:
     for name, content in (("notes.txt", b"hello"), ("step.pt", b"hello"), ("model.gguf", b"hello"), ("config.json", b"{}")):
         (tmp_path / name).write_bytes(content)
         invoke("inspect", tmp_path / name).assert_refused(2, name)
-    invoke("inspect", tmp_path / "empty").assert_refused(2, "not a bundle")
+    invoke("inspect", tmp_path / "empty").assert_refused(2, "neither a bundle")
     invoke("inspect", tmp_path / "nowhere").assert_refused(2, "nowhere")
     (tmp_path / "empty/config.json").write_text("[")
     invoke("inspect", tmp_path / "empty").assert_refused(2, "config.json", "JSON")

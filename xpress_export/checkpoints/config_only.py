@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xpress_export.checkpoints.drafter import DrafterCheckpoint, check_description, describe_config, serving_tensors
 from xpress_export.checkpoints.families import FAMILIES
+from xpress_export.checkpoints.formats.training import training_file
 from xpress_export.checkpoints.locate import CONFIG_FILE, Location, locate
 from xpress_export.checkpoints.packing import expected_tensors
 from xpress_export.checkpoints.pairing import check_pairing
@@ -57,6 +58,8 @@ def open_target_config(reference: str, revision: str | None) -> TargetCheckpoint
 def open_drafter_config(reference: str, revision: str | None) -> DrafterCheckpoint:
     """As open_drafter, from a config alone. Which tokens can be drafted it does not say: the first ones stand for them."""
     location = locate(reference, revision, config_only=True)
+    if location.path.is_dir() and (training := training_file(location)) is not None:
+        raise CheckpointError(f"the sizes of {training} are in its tensors, and not in a config; convert it first, and name the result")
     description = describe_config(_fields(location))
     check_description(description, str(location.path))
     ids = torch.arange(description.config.draft_vocab_size) if description.is_reduced else None

@@ -20,7 +20,7 @@ from xpress_export.checkpoints.families import TensorLayout
 from xpress_export.checkpoints.formats.description import IN_DRAFT, OWN_EMBEDDING, OWN_HEAD, TO_TARGET, DrafterDescription, HeadConfig
 from xpress_export.checkpoints.formats.serving import describe_serving
 from xpress_export.checkpoints.formats.speculators import KIND, describe_speculators
-from xpress_export.checkpoints.formats.training import TrainingSource, base_fields, describe_training, training_file
+from xpress_export.checkpoints.formats.training import TrainingSource, base_fields, describe_training, training_beside, training_file
 from xpress_export.checkpoints.licence import read_licence
 from xpress_export.checkpoints.locate import CONFIG_FILE, Location, locate
 from xpress_export.checkpoints.markov import markov_plan
@@ -173,6 +173,8 @@ def open_drafter(reference: str, revision: str | None = None, *, base_config: Pa
         return _opened(location, describe_training(base_fields(training, base_config), source), source, str(training))
     if base_config is not None:
         raise OptionError(f"--base-config is for training checkpoints (.pt), and '{reference}' has a config of its own; leave it out")
+    if beside := training_beside(location.path):
+        logger.warning("%s holds a training checkpoint too, which is not read; name %s itself to use it", location.path, beside.name)
     fields = Fields.from_file(location.path / CONFIG_FILE, CheckpointError)
     # The config first: its errors say more about a folder of another kind.
     describe_config(fields)
@@ -228,6 +230,11 @@ def folded_tensors(config: HeadConfig) -> dict[str, tuple[int, ...]]:
 
 def check_description(description: DrafterDescription, origin: str) -> None:
     """CheckpointError for what no single field forbids."""
+    if isinstance(description.head, RefinerConfig) and description.head.shortlist > description.config.draft_vocab_size:
+        raise CheckpointError(
+            f"{origin}: the shortlist of config.json has {description.head.shortlist} candidates, "
+            f"and only {description.config.draft_vocab_size} tokens can be drafted"
+        )
     if description.is_reduced and isinstance(description.head, MarkovConfig):
         raise CheckpointError(
             f"{origin}: a Markov head over a reduced draft vocabulary ({description.config.draft_vocab_size} of "

@@ -80,7 +80,10 @@ def explain(
     A checkpoint that cannot be built is explained, too. Raises CheckpointError where there is none, and OptionError where a target is given
     for a target.
     """
-    path = Path(reference).expanduser()
+    try:
+        path = Path(reference).expanduser()
+    except RuntimeError as unknown:
+        raise CheckpointError(f"'{shown(reference)}' cannot be opened: {unknown}") from None
     config_alone = not with_identity and (not path.exists() or (path.suffix == ".json" and path.is_file()))
     location = locate(reference, revision, config_only=config_alone, training_files=not config_alone)
     stated = _stated(location)
@@ -184,6 +187,7 @@ def _decoder_facts(config: DecoderConfig) -> dict[str, Any]:
         "intermediate_size": config.intermediate_size,
         "max_positions": config.max_positions,
         "layers": [_layer_facts(layer) for layer in config.layers],
+        "attention_scale": config.attention_scale,
         "attention_cap": config.attention_cap,
         "logit_cap": config.logit_cap,
         "logit_scale": config.logit_scale,
@@ -193,7 +197,9 @@ def _decoder_facts(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _layer_facts(layer: LayerConfig) -> dict[str, Any]:
-    rope = None if layer.rope is None else {"type": layer.rope.rope_type, "theta": layer.rope.theta}
+    rope = None
+    if layer.rope is not None:
+        rope = {"type": layer.rope.rope_type, "theta": layer.rope.theta, "rotary_dim": layer.rope.rotary_dim}
     return {"window": layer.window, "causal": layer.causal, "rope": rope}
 
 
@@ -203,6 +209,8 @@ def _target_facts(target: TargetCheckpoint) -> dict[str, Any]:
         "family": target.model_type,
         **_decoder_facts(target.config),
         "tied_embeddings": target.config.tied_embeddings,
+        "engines": target.config.attention_cap is None,
+        "fp16": target.beyond_fp16 is None,
         "stop_token_ids": list(target.eos_token_ids),
     }
 

@@ -65,7 +65,8 @@ class Family:
 
 
 _GRANITE = frozenset({"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"})
-_CAPS = frozenset({"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"})
+_GEMMA3 = frozenset({"query_pre_attn_scalar", "final_logit_softcapping"})
+_GEMMA2 = _GEMMA3 | {"attn_logit_softcapping"}
 _GEMMA: Mapping[str, Any] = {
     "head_dim": 256,
     "kv_heads": 4,
@@ -75,7 +76,6 @@ _GEMMA: Mapping[str, Any] = {
     "reads_attention_bias": True,
     "scales_embeddings": True,
     "query_scalar": 256.0,
-    "own_fields": _CAPS,
     "layout": TensorLayout(norm_offset=1.0, sandwich_norms=True),
     "beyond_fp16": "its hidden states leave the range of fp16",
 }
@@ -101,8 +101,10 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": Family(
         max_positions=4096, rms_norm_eps=1e-5, windows="all", reads_partial_rotary=True, layout=TensorLayout(fused_projections=True)
     ),
-    "gemma2": Family(max_positions=8192, windows="alternating", attention_cap=50.0, logit_cap=30.0, **_GEMMA),
-    "gemma3_text": Family(max_positions=131072, theta=1_000_000.0, local_theta=10_000.0, windows="pattern", qk_norm=True, **_GEMMA),
+    "gemma2": Family(max_positions=8192, windows="alternating", attention_cap=50.0, logit_cap=30.0, own_fields=_GEMMA2, **_GEMMA),
+    "gemma3_text": Family(
+        max_positions=131072, theta=1_000_000.0, local_theta=10_000.0, windows="pattern", qk_norm=True, own_fields=_GEMMA3, **_GEMMA
+    ),
 }
 
 _EXPERTS = "a mixture of experts: which weights a token needs is decided while it runs, and a static graph would compute all of them"

@@ -41,6 +41,8 @@ def _from_file(folder: Path) -> str | None:
 
 def _text(path: Path) -> str:
     try:
+        if not path.is_file():
+            return ""
         with path.open("rb") as file:
             return file.read(MAX_BYTES).decode("utf-8", errors="replace")
     except OSError:

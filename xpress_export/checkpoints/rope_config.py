@@ -94,6 +94,11 @@ def read_rope(fields: Fields, family: Family, head_dim: int, max_positions: int)
     thetas = [theta for *_, theta in described if theta is not None]
     if "rope_theta" in fields:
         thetas.append(_theta(fields))
+    elif len(thetas) == 1 and len(described) > 1 and not nested:
+        # transformers looks at one of the two, and would assume a base where that one names none.
+        raise CheckpointError(
+            f"{fields.origin}: of rope_scaling and rope_parameters one alone names rope_theta; remove the one that is stale"
+        )
     rotary_dim = _rotary_dim(fields, family, head_dim)
     rope = RopeConfig(rotary_dim, _agreed(fields, "rope_theta", thetas, family.theta), max_positions, kind, scaling)
     for name, value in scaling:

@@ -237,6 +237,8 @@ def _check_index(folder: Path, files: Mapping[str, Path]) -> None:
 def _read_header(path: Path) -> list[tuple[str, tuple[int, ...], str]]:
     from safetensors import SafetensorError, safe_open
 
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no file; expected safetensors")
     try:
         with safe_open(path, framework="pt") as file:
             slices = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118 - safe_open is no mapping

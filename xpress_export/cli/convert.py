@@ -65,6 +65,8 @@ def command(
 
 
 def _shown(conversion: Conversion) -> str:
+    from xpress_export.checkpoints.locate import shown
+
     revision = f" at {conversion.revision}" if conversion.revision else ""
     lines = [
         f"{conversion.format} {conversion.source}{revision}",
@@ -75,7 +77,7 @@ def _shown(conversion: Conversion) -> str:
             continue
         width = max(map(len, entries))
         link = ":" if title == "left out" else " ←"
-        lines += ["", title, *(f"  {name.ljust(width)}{link} {source}" for name, source in entries.items())]
+        lines += ["", title, *(f"  {shown(name).ljust(width)}{link} {shown(source)}" for name, source in entries.items())]
     if conversion.carried:
-        lines += ["", f"carried over {', '.join(conversion.carried)}"]
+        lines += ["", f"carried over {', '.join(map(shown, conversion.carried))}"]
     return "\n".join(lines)

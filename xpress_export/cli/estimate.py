@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 estimate_options = combined(
     click.option(
-        "--estimate", is_flag=True, help="Without BUNDLE: what the bundle of --target and --drafter would need, from their configs."
+        "--estimate", is_flag=True, help="Without PATH: what the bundle of --target and --drafter would need, from their configs."
     ),
-    click.option("--target", help="Estimate: a folder with config.json, such a file, or a hub id, of which no more is fetched."),
+    click.option(
+        "--target",
+        help="Estimate: a folder with config.json, such a file, or a hub id, of which no more is fetched. Of a drafter: does it fit?",
+    ),
     click.option("--target-revision", help="Estimate: revision of a target on the hub."),
     click.option("--drafter", help="Estimate: the same for the drafter."),
     click.option("--drafter-revision", help="Estimate: revision of a drafter on the hub."),

@@ -13,6 +13,7 @@ import click
 from xpress_export.cli.estimate import estimate_options, shown_estimate
 from xpress_export.cli.options import combined, json_option
 from xpress_export.cli.show import engine_lines, size, table
+from xpress_runtime.errors import BundleError
 from xpress_runtime.manifest import MANIFEST_FILE
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ _CONFIG_FILE = "config.json"
 @click.command("inspect")
 @click.argument("path", required=False)
 @combined(
-    click.option("--capacity", type=click.IntRange(1), help="Show the memory needed at this capacity. Default: the bundle's."),
-    click.option("--batch", type=click.IntRange(1), help="Show the memory needed for this many rows. Default: the bundle's."),
+    click.option("--capacity", type=click.IntRange(1), help="Of a bundle or an estimate: memory at this capacity. Default: the bundle's."),
+    click.option("--batch", type=click.IntRange(1), help="Of a bundle or an estimate: memory for this many rows. Default: the bundle's."),
     click.option("--no-verify", is_flag=True, help="Do not hash the bundle's files."),
     click.option("--revision", help="Revision of a checkpoint on the hub."),
     click.option("--identity", is_flag=True, help="Of a checkpoint: read all tensors for their sha256."),
@@ -77,6 +78,11 @@ def command(
         return
     from xpress_runtime.bundle import Bundle
 
+    if not (Path(path) / MANIFEST_FILE).exists():
+        raise BundleError(
+            f"{path} is neither a bundle (a folder with {MANIFEST_FILE}) nor a checkpoint (a folder with {_CONFIG_FILE}, a .gguf or "
+            ".pt file, or a hub id such as 'org/name')"
+        )
     opened = Bundle.open(Path(path), verify=not no_verify)
     manifest = opened.manifest
     capacity, batch = capacity or manifest.capacity, batch or manifest.batch
@@ -90,16 +96,16 @@ def command(
 
 def _is_checkpoint(path: str) -> bool:
     """Decided without what only an export needs: a bundle is shown where torch is not installed."""
-    place = Path(path).expanduser()
     if not path.strip() or "\0" in path:
         return False
     try:
+        place = Path(path).expanduser()
         if not place.exists():
             return _HUB_ID.fullmatch(path) is not None
         if place.is_file():
             return place.suffix in (*_WEIGHT_SUFFIXES, ".json")
         names = [entry.name for entry in place.iterdir()]
-    except OSError:
+    except (OSError, RuntimeError):
         return False
     if MANIFEST_FILE in names:
         return False
@@ -161,6 +167,8 @@ def _shown(manifest: Manifest, engines: Mapping[str, EngineManifest | str], capa
         f"          {drafter.caches.num_layers} layers, block size {drafter.block_size}, {drafter.num_proposals} proposals a round",
         f"          mask id {drafter.mask_token_id}, taps {list(drafter.tap_layers)}",
         f"refiner   {refiner}; passes {', '.join(str(passes) for passes in manifest.num_passes)} (the first is the default)",
+        *([] if drafter.anchor_predecessor == "previous" else ["          before the anchor stands the anchor itself"]),
+        *([] if drafter.draft_vocab_size == target.vocab_size else [f"          drafts {drafter.draft_vocab_size} of the tokens"]),
         f"          shortlist {shortlists}; sampling {'yes' if manifest.sampling else 'no: greedy only'}",
         *_draft_model(manifest),
         f"limits    capacity {manifest.capacity} tokens, batch {manifest.batch}, prefill chunk {manifest.prefill_chunk}",

@@ -64,7 +64,7 @@ threads_option = click.option("--threads", type=click.IntRange(1, 1024), help="T
 checkpoint_options = combined(
     click.option("--target", required=True, help="Target LLM: a folder, a .gguf file or a hub id."),
     click.option("--target-revision", help="Revision of a target on the hub."),
-    click.option("--drafter", required=True, help="DFlash or xPress drafter: a folder or a hub id."),
+    click.option("--drafter", required=True, help="Drafter of any published format: a folder, a .pt file or a hub id."),
     click.option("--drafter-revision", help="Revision of a drafter on the hub."),
 )
 

@@ -39,22 +39,30 @@ def _sizes(facts: Mapping[str, Any]) -> list[str]:
         f"sizes     {facts['num_layers']} layers, hidden {facts['hidden_size']}, inner {facts['intermediate_size']}, {heads}",
         f"          vocabulary {facts['vocab_size']}, {facts['max_positions']} positions",
     ]
-    counted = Counter(_layer(layer) for layer in facts["layers"])
+    counted = Counter(_layer(layer, facts["head_dim"]) for layer in facts["layers"])
     lines += [f"layers    {count} × {kind}" for kind, count in counted.items()]
-    changes = [f"{name.replace('_', ' ')} {facts[name]:g}" for name in _FACTORS if facts[name] != 1]
+    usual = facts["head_dim"] ** -0.5
+    scaled = [] if abs(facts["attention_scale"] - usual) < 1e-9 else [f"attention scale {facts['attention_scale']:g}"]
+    changes = scaled + [f"{name.replace('_', ' ')} {facts[name]:g}" for name in _FACTORS if facts[name] != 1]
     changes += [f"{name.replace('_', ' ')} {facts[name]:g}" for name in _CAPS if facts[name] is not None]
     return lines + ([f"factors   {', '.join(changes)}"] if changes else [])
 
 
-def _layer(layer: Mapping[str, Any]) -> str:
-    rope = "no rotary embedding" if layer["rope"] is None else f"rotary embedding {layer['rope']['type']} (base {layer['rope']['theta']:g})"
+def _layer(layer: Mapping[str, Any], head_dim: int) -> str:
+    rope = "no rotary embedding"
+    if layer["rope"] is not None:
+        part = "" if layer["rope"]["rotary_dim"] == head_dim else f" of {layer['rope']['rotary_dim']} dims"
+        rope = f"rotary embedding {layer['rope']['type']}{part} (base {layer['rope']['theta']:g})"
     window = "all positions" if layer["window"] is None else f"the last {layer['window']} positions"
     return f"{window}, {'causal' if layer['causal'] else 'both ways within the block'}, {rope}"
 
 
 def _target(facts: Mapping[str, Any]) -> list[str]:
     tied = "tied to the embedding" if facts["tied_embeddings"] else "its own table"
-    return [f"head      {tied}; stop tokens {_text(facts['stop_token_ids'])}"]
+    limits = [] if facts["engines"] else ["no engines: its attention scores are bounded, which TensorRT's are not"]
+    limits += [] if facts["fp16"] else ["bf16 in the place of fp16"]
+    head = f"head      {tied}; stop tokens {_text(facts['stop_token_ids'])}"
+    return [head, *([f"limits    {'; '.join(limits)}"] if limits else [])]
 
 
 def _drafter(facts: Mapping[str, Any]) -> list[str]:

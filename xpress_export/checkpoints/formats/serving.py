@@ -117,6 +117,10 @@ def _check_architecture(fields: Fields) -> str:
     # auto_map is not looked at: published drafters name their own modelling code there, and their architectures are what we implement.
     refuse_misspelled(fields, DRAFTER_FIELDS)
     refuse_unless(fields, "sample_from_anchor", (False,))
+    if "sliding_window_non_causal" in fields:
+        raise CheckpointError(
+            f"{fields.origin}: field 'sliding_window_non_causal' is read in speculators configs alone; here is_causal says it"
+        )
     what, others = ("Markov head", MARKOV_FIELDS) if architecture == XPRESS_ARCHITECTURE else ("refiner", XPRESS_FIELDS)
     if found := sorted(name for name in others if name in fields):
         raise CheckpointError(f"{fields.origin}: architecture {architecture} has no {what}, but field '{found[0]}' is given")
@@ -132,6 +136,9 @@ class _Places:
         # Where there is none, a missing field is missing there: that is where it belongs.
         self._dflash = fields.nested("dflash_config") if nested else Fields({}, f"{fields.origin}: dflash_config", CheckpointError)
         refuse_misspelled(self._dflash, EITHER_PLACE)
+        for name in self._dflash:
+            if name in DRAFTER_FIELDS - EITHER_PLACE and name in self._dflash:
+                raise CheckpointError(f"{self._dflash.origin}: field '{name}' is read beside dflash_config, not in it; move it there")
         for name in sorted(EITHER_PLACE):
             if name in self._dflash and name in fields and fields.values[name] != self._dflash.values[name]:
                 raise CheckpointError(

@@ -59,6 +59,15 @@ OWN_FIELDS = MARKOV_FIELDS | {
     *("projector_type", "shift_label"),
 }
 
+# Fields of the serving format that would change drafts, and have no place here.
+SERVING_ONLY = (
+    *("dflash_config", "anchor_predecessor", "input_embedding_scale", "output_multiplier", "final_logit_softcapping", "is_causal"),
+    *("enable_thinking", "num_target_layers", "xpress_mlp_hidden", "xpress_block_size", "xpress_num_passes"),
+    *("xpress_candidate_topc", "xpress_topc"),
+)
+# Switches of other drafters of the library.
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")
+
 # Names of the head's tensors here, by those of the serving format.
 REFINER_NAMES: Mapping[str, str] = {
     "xpress_head.w1.weight": "refiner_head.token_embed.weight",
@@ -111,6 +120,13 @@ def _check_kind(fields: Fields) -> str:
     if kind not in KINDS:
         raise CheckpointError(f"{fields.origin}: {KIND} '{shown(kind)}' is not supported, expected {', '.join(KINDS)}")
     refuse_misspelled(fields, OWN_FIELDS)
+    for name in SERVING_ONLY:
+        if name in fields:
+            raise CheckpointError(
+                f"{fields.origin}: field '{name}' is not read in a speculators config; convert the drafter and set it in the serving format"
+            )
+    for name in NORMS:
+        refuse_unless(fields, name, (False,))
     projector = fields.values.get("projector_type")
     if projector == "domino":
         raise CheckpointError(

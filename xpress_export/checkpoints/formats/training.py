@@ -87,6 +87,14 @@ def training_file(location: Location) -> Path | None:
     return found[0] if found else None
 
 
+def training_beside(folder: Path) -> Path | None:
+    """A .pt file that looks like a training checkpoint, in a folder whose other weights are read in its place."""
+    # What trainers leave of their own state.
+    state = ("optimizer", "scheduler", "rng_state", "training_args")
+    found = sorted(path for suffix in TRAINING_SUFFIXES for path in folder.glob(f"*{suffix}") if not path.name.startswith(state))
+    return found[0] if found else None
+
+
 def base_fields(path: Path, base_config: Path | None) -> Fields:
     """config.json of the drafter that training started from: beside the file, or ``base_config``, a file or a folder that has it."""
     if base_config is not None:
@@ -151,8 +159,11 @@ def _dimension(source: TrainingSource, tensor: str, num_dims: int, axis: int) ->
 
 
 def _load(path: Path) -> Any:
-    if not zipfile.is_zipfile(path):
+    if not path.is_file() or (packed := _packed_entry(path)) is None:
         raise CheckpointError(f"{path} is damaged or not a file of torch.save in its zip format; fetch it again, or save it anew")
+    if packed:
+        # torch.save stores; what is compressed may unpack to any size.
+        raise CheckpointError(f"{path} is no file of torch.save: its entry '{shown(packed)}' is compressed; save it anew")
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             if unsafe := sorted(map(str, torch.serialization.get_unsafe_globals_in_checkpoint(path))):
@@ -162,6 +173,15 @@ def _load(path: Path) -> Any:
         if named := NAMED_GLOBAL.search(str(problem)):
             raise _needs_code(path, named[1]) from None
         raise CheckpointError(f"{path} cannot be read as a training checkpoint: {one_line(problem)}; fetch it again") from None
+
+
+def _packed_entry(path: Path) -> str | None:
+    """The first entry that is compressed, empty where none is; None where the file is no zip archive."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return next((entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED), "")
+    except (zipfile.BadZipFile, NotImplementedError, *READ_ERRORS):
+        return None
 
 
 def _needs_code(path: Path, name: str) -> CheckpointError:
@@ -183,5 +203,5 @@ def _named_tensors(path: Path, part: str, held: Mapping[Any, Any]) -> dict[str, 
                 f"{named} is a {tensor.dtype} tensor ({tensor.layout}, {tensor.device.type}), expected a dense one of "
                 f"{', '.join(DTYPES.values())}"
             )
-        tensors[name.removeprefix(PARALLEL_PREFIX) if parallel else name] = tensor.detach()
+        tensors[name.removeprefix(PARALLEL_PREFIX) if parallel else name] = tensor.detach().resolve_neg()
     return tensors
