@@ -61,8 +61,10 @@ def test_conversion_replaces_only_conversions(drafters: Path, tmp_path: Path) ->
     convert_drafter(drafter, tmp_path / "out")
     assert_refused(lambda: convert_drafter(drafter, tmp_path / "out"), "exists already", "--force", error=OutputError)
     convert_drafter(drafter, tmp_path / "out", overwrite=True)
-    (tmp_path / "out/notes.txt").write_text("mine")
-    assert_refused(lambda: convert_drafter(drafter, tmp_path / "out", overwrite=True), "notes.txt", error=OutputError)
+    for name in ("notes.txt", "README_mine.txt"):
+        (tmp_path / "out" / name).write_text("mine")
+        assert_refused(lambda: convert_drafter(drafter, tmp_path / "out", overwrite=True), name, error=OutputError)
+        (tmp_path / "out" / name).unlink()
     # A checkpoint has files of the same names, and is no conversion.
     shutil.copytree(drafters / "dflash", tmp_path / "precious")
     assert_refused(lambda: convert_drafter(drafter, tmp_path / "precious", overwrite=True), "not replaced", error=OutputError)

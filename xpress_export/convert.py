@@ -29,12 +29,10 @@ _SHARD_NAMES = "model{suffix}.safetensors"
 _CARRIED = ("README*", "LICENSE*", "LICENCE*", "NOTICE*")
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1}
 CONVERTED = Written(
-    re.compile(
-        r"config\.json|conversion\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
-        r"|(README|LICENSE|LICENCE|NOTICE)[^/]*"
-    ),
+    re.compile(r"config\.json|conversion\.json|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"),
     "a converted drafter",
-    marker=CONVERSION_FILE,
+    (CONVERSION_FILE, "carried_over"),
+    marked=True,
 )
 
 

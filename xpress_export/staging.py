@@ -22,12 +22,13 @@ from xpress_runtime.manifest import MANIFEST_FILE
 class Written:
     """What a command writes into its folder, so that it may replace it: ``files`` match paths in the folder, ``what`` names it.
 
-    ``marker`` is a file that must be there, where the other files alone could be somebody's own.
+    ``listing`` is a JSON file and its field that names more of them; ``marked`` says that without it the others are somebody's own.
     """
 
     files: re.Pattern[str]
     what: str
-    marker: str | None = None
+    listing: tuple[str, str]
+    marked: bool = False
 
 
 _BUNDLE_FILES = re.compile(
@@ -35,7 +36,7 @@ _BUNDLE_FILES = re.compile(
     rf"|(graphs/[^/]+/)?(weights\.bin|({GRAPH_NAME})\.onnx)"
     rf"|(engines/[^/]+/)?(engines\.json|({GRAPH_NAME})\.engine)"
 )
-BUNDLE_OR_GRAPHS = Written(_BUNDLE_FILES, "a bundle or of exported graphs")
+BUNDLE_OR_GRAPHS = Written(_BUNDLE_FILES, "a bundle or of exported graphs", (MANIFEST_FILE, "files"))
 _ANOTHER = "give another --output"
 
 
@@ -113,18 +114,17 @@ def _nearest_folder(output: Path, advice: str) -> Path:
 
 def _foreign_file(folder: Path, written: Written) -> str | None:
     """A file in ``folder`` that no command which writes this put there."""
-    has_marker = written.marker is None or (folder / written.marker).is_file()
+    listing, field = written.listing
+    is_ours = not written.marked or (folder / listing).is_file()
     try:
-        if written is not BUNDLE_OR_GRAPHS:
-            raise LookupError(MANIFEST_FILE)
-        listed = set(json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))["files"])
+        listed = set(json.loads((folder / listing).read_text(encoding="utf-8"))[field])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        # No bundle, or a damaged one; its usual files are still known by name.
+        # None there, or a damaged one; the usual files are still known by name.
         listed = set()
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         is_file = path.is_symlink() or not path.is_dir()
-        if is_file and name not in listed and not (has_marker and written.files.fullmatch(name)):
+        if is_file and name not in listed and not (is_ours and written.files.fullmatch(name)):
             return name
     return None
 

@@ -136,6 +136,8 @@ CASES: list[tuple[str, Change, tuple[str, ...]]] = [
     ("llama", fields(model_type="gemma2", hidden_act="gelu_new"), ("pre_feedforward_layernorm", "missing")),
     ("gemma2", fields(model_type="gemma3_text", attn_logit_softcapping=None, rope_parameters=...), ("q_norm.weight", "missing")),
     ("qwen3", fields(model_type="llama"), ("q_norm.weight", "not part")),
+    ("phi3", fields(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}), ("yarn", "default, longrope")),
+    ("llama", fields(rope_scaling={"type": "su", "factor": 2.0}, rope_parameters=...), ("'su'",)),
     # transformers reads one of the two, and would assume another base.
     (
         "llama",

@@ -170,10 +170,13 @@ def _read_parameters(rope: Fields, config: Fields, family: Family) -> tuple[str,
     if len(kinds) > 1:
         raise CheckpointError(f"{rope.origin}: rope_type and type differ ({shown(' and '.join(sorted(kinds)))})")
     kind = kinds.pop() if kinds else "default"
-    if kind in LONGROPE_ALIASES:
-        kind = "longrope"
-    if kind not in SUPPORTED_ROPE_TYPES:
-        raise CheckpointError(f"{rope.origin}: rope type '{shown(kind)}' is not supported, expected {', '.join(SUPPORTED_ROPE_TYPES)}")
+    kinds_here: tuple[str, ...] = SUPPORTED_ROPE_TYPES
+    if family.reads_partial_rotary:
+        # Phi-3's class knows no other.
+        kinds_here = ("default", "longrope")
+        kind = "longrope" if kind in LONGROPE_ALIASES else kind
+    if kind not in kinds_here:
+        raise CheckpointError(f"{rope.origin}: rope type '{shown(kind)}' is not supported, expected {', '.join(kinds_here)}")
     parameters = PARAMETERS[kind]
     for name in rope:
         known = name in parameters or name in ("rope_type", "type", "rope_theta")
