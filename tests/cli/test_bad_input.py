@@ -419,8 +419,8 @@ def list_file(name: str) -> Spoil:
 
 
 BUNDLES: list[tuple[str, Spoil, tuple[str, ...]]] = [
-    ("missing", shutil.rmtree, ("not a bundle folder", "xpress-export build")),
-    ("no description", lambda bundle: (bundle / "bundle.json").unlink(), ("no bundle.json",)),
+    ("missing", shutil.rmtree, ("a bundle", "xpress-export build")),
+    ("no description", lambda bundle: (bundle / "bundle.json").unlink(), ("bundle.json", "xpress-export build")),
     ("not JSON", lambda bundle: (bundle / "bundle.json").write_text("{"), ("bundle.json", "JSON")),
     ("changed byte", change_a_byte, ("head.onnx", "sha256")),
     ("missing file", lambda bundle: (bundle / "graphs/fp32-length/head.onnx").unlink(), ("head.onnx", "missing")),

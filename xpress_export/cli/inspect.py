@@ -80,8 +80,8 @@ def command(
 
     if not (Path(path) / MANIFEST_FILE).exists():
         raise BundleError(
-            f"{path} is neither a bundle (a folder with {MANIFEST_FILE}) nor a checkpoint (a folder with {_CONFIG_FILE}, a .gguf or "
-            ".pt file, or a hub id such as 'org/name')"
+            f"{path} is neither a bundle (a folder with {MANIFEST_FILE}; xpress-export build makes one) nor a checkpoint "
+            f"(a folder with {_CONFIG_FILE}, a .gguf or .pt file, or a hub id such as 'org/name')"
         )
     opened = Bundle.open(Path(path), verify=not no_verify)
     manifest = opened.manifest
