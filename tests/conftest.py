@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny import write_drafter, write_target
+from tests.tiny import write_drafter, write_markov_drafter, write_target
 from xpress_export.build import build_bundle
 from xpress_export.checkpoints import DrafterCheckpoint, DraftModelCheckpoint, TargetCheckpoint, open_draft_model, open_pair
 from xpress_export.options import resolve_options
@@ -103,3 +103,14 @@ def conformance(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     passes = (3, 1, 2) if case == "qwen3-b4" else (4, 1, 2, 3, 7)
     output = tmp_path_factory.mktemp("bundles") / case
     return case, build(folder / "target", folder / "xpress", output, num_passes=passes, capacity=128, batch=2, prefill_chunk=16)
+
+
+@pytest.fixture(scope="session")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and, for it, an xPress drafter, a bare one and one with a Markov head. They must not be changed."""
+    root = tmp_path_factory.mktemp("formats")
+    write_target(root / "target", "qwen3")
+    write_drafter(root / "xpress", root / "target")
+    write_drafter(root / "dflash", root / "target", refiner=False)
+    write_markov_drafter(root / "markov", root / "target")
+    return root

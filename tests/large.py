@@ -10,22 +10,24 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-# Widths of the 8B model that most drafters are published for, and of one that fits the memory of any machine.
-QWEN3_8B: dict[str, Any] = {
+# What Qwen3 models of 4B and 8B share; then the widths of the one that most drafters are published for, and ones that fit any machine.
+QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
     "num_hidden_layers": 36,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
+    "rope_theta": 1_000_000,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
     "hidden_act": "silu",
     "attention_bias": False,
+}
+QWEN3_8B = QWEN3 | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
     "tie_word_embeddings": False,
     "eos_token_id": 151645,
 }

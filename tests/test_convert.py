@@ -13,20 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from tests import layouts
 from tests.checkpoints.spoil import assert_refused
-from tests.tiny import write_drafter, write_target
 from xpress_export.checkpoints import open_drafter
 from xpress_export.convert import convert_drafter
 from xpress_runtime.errors import OptionError, OutputError
-
-
-@pytest.fixture(scope="module")
-def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target and, for it, an xPress drafter and a bare one. They must not be changed."""
-    root = tmp_path_factory.mktemp("convert")
-    write_target(root / "target", "qwen3")
-    write_drafter(root / "xpress", root / "target")
-    write_drafter(root / "dflash", root / "target", refiner=False)
-    return root
 
 
 def test_conversion_keeps_every_dtype_and_shards(drafters: Path, tmp_path: Path) -> None:

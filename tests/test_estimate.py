@@ -15,6 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from tests.complete import complete_bundle
 from tests.conftest import Built, build
+from tests.large import QWEN3
 from tests.tiny import TARGET_SIZES, edit_json, write_drafter, write_target
 from xpress_export.checkpoints import open_target
 from xpress_export.checkpoints.config_only import open_pair_configs
@@ -28,19 +29,6 @@ from xpress_runtime.sets import Precision
 
 QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False}
 QWEN3_4B = {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
-QWEN3: dict[str, Any] = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1_000_000,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "attention_bias": False,
-}
 DRAFTER: dict[str, Any] = {
     "architectures": ["Qwen3XPressModel"],
     "num_hidden_layers": 5,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import write_drafter, write_markov_drafter, write_target
+from tests.tiny import write_drafter, write_target
 from xpress_export.checkpoints.families import FAMILIES
 
 # Fields that a family of these may leave out of a config it saves, and that cases spoil.
@@ -42,14 +42,3 @@ def copy(originals: Path, tmp_path: Path) -> Callable[[str], Path]:
         return folder
 
     return copy_folder
-
-
-@pytest.fixture(scope="session")
-def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target and, for it, an xPress drafter, a bare one and one with a Markov head. They must not be changed."""
-    root = tmp_path_factory.mktemp("formats")
-    write_target(root / "target", "qwen3")
-    write_drafter(root / "xpress", root / "target")
-    write_drafter(root / "dflash", root / "target", refiner=False)
-    write_markov_drafter(root / "markov", root / "target")
-    return root

@@ -95,9 +95,9 @@ def read_decoder_config(fields: Fields) -> tuple[str, DecoderConfig]:
 
 def read_family(fields: Fields, family: Family) -> DecoderConfig:
     """The decoder of a known family; every switch that we do not compute is refused."""
-    for name in NEUTRAL:
-        if name not in _own_fields(family):
-            refuse_unless(fields, name, NEUTRAL[name])
+    own = _own_fields(family)
+    for name in (name for name in NEUTRAL if name not in own):
+        refuse_unless(fields, name, NEUTRAL[name])
     for name in ("hidden_act", "hidden_activation"):
         refuse_unless(fields, name, [name for name, function in ACTIVATIONS.items() if function == family.activation])
     num_layers = fields.integer("num_hidden_layers", 1, 1024)
@@ -142,7 +142,7 @@ def read_family(fields: Fields, family: Family) -> DecoderConfig:
     )
 
 
-def _own_fields(family: Family) -> Collection[str]:
+def _own_fields(family: Family) -> set[str]:
     """Fields of :data:`NEUTRAL` that mean something in this family."""
     own = set(family.own_fields)
     if family.reads_partial_rotary:
