@@ -48,6 +48,10 @@ class Backlog:
         plan.buffers.context_position.write(plan.positions - self.num_rows)
         return self._store.view(1, width, self._store.shape[3]), width
 
+    def of_round(self, width: int) -> Buffer:  # noqa: ARG002
+        """Where the target leaves a round's taps."""
+        return self._plan.buffers.taps
+
     def bind_store(self, width: int) -> BoundProgram:
         """Taps of ``width`` verified slots → the store."""
         plan = self._plan

@@ -27,9 +27,7 @@ class Loops:
 
     def loop(self, plan: Plan, config: GenerationConfig) -> Loop:
         """The loop for one request; OptionError where the bundle was not built for its settings."""
-        form = SamplingForm.of([config])
-        if form.sampled and not plan.bundle.manifest.sampling:
-            raise OptionError("this bundle was built without sampling (--no-sampling), so it decodes greedily; build it again without that")
+        form = sampling_form(plan.bundle.manifest, config)
         if config.speculation == "off":
             return PlainLoop(plan, form)
         if config.speculation == "on":
@@ -40,6 +38,14 @@ class Loops:
         loop = AutoLoop(plan, drafter, form, backlog, self._policies.get(key))
         self._policies[key] = loop.policy
         return loop
+
+
+def sampling_form(manifest: Manifest, config: GenerationConfig) -> SamplingForm:
+    """What the settings take to be sampled; OptionError where the bundle has none of it."""
+    form = SamplingForm.of([config])
+    if form.sampled and not manifest.sampling:
+        raise OptionError("this bundle was built without sampling (--no-sampling), so it decodes greedily; build it again without that")
+    return form
 
 
 def make_drafter(plan: Plan, config: GenerationConfig, *, sampled: bool, backlog: Backlog | None = None) -> Drafter:

@@ -9,20 +9,24 @@ Sizes: B rows, P block size, W verified slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xpress_runtime.backends.base import Backend, BoundProgram, Buffer, Program
+from xpress_runtime.backends.base import Backend, BoundProgram, Buffer, Program, TensorInfo
 from xpress_runtime.buffers import Buffers, RoundResult, cache_inputs, fixed
 from xpress_runtime.bundle import Bundle
 from xpress_runtime.errors import BundleError
 
 # Flexible caches grow by this many rows, up to the bundle's.
 _CACHE_STEP = 256
+
+# Steps that stay bound. Flexible shapes bind many, each for one width and one length of the caches; most never come again.
+_MAX_BOUND_STEPS = 512
 
 Part = TypeVar("Part")
 
@@ -42,7 +46,9 @@ class Committed:
 
 @dataclass(frozen=True)
 class Round:
-    """A round that is queued: where its result will be, its verified slots W, and which generation of each row it belongs to."""
+    """A round that is queued: where its result will be, its verified slots W, and which generation of each row it belongs to; -1 for a row
+    that it leaves out.
+    """
 
     index: int
     result: RoundResult
@@ -59,11 +65,13 @@ class Plan:
         self.bundle = bundle
         self.backend = backend
         self.num_rows = num_rows
+        # Rounds run on the first rows only, where a call may have any number of them.
+        self._front_rows = num_rows
         self.block_size = manifest.drafter.block_size
         self.mask_token_id = manifest.drafter.mask_token_id
         self.prefill_chunk = manifest.prefill_chunk
         self._programs: dict[str, Program] = {}
-        self._steps: dict[Hashable, tuple[BoundProgram, ...]] = {}
+        self._steps: OrderedDict[Hashable, tuple[BoundProgram, ...]] = OrderedDict()
         self._parts: dict[type, Any] = {}
         self.load("embed", "target", "head", "drafter", "accept")
         try:
@@ -98,6 +106,17 @@ class Plan:
 
     # Rows.
 
+    def run_on_front(self, num_rows: int) -> None:
+        """Rounds run on the first ``num_rows`` rows from now on, where the backend's shapes are flexible; rows behind are left alone."""
+        if self.backend.flexible_shapes:
+            self._front_rows = num_rows
+
+    def front(self, buffer: Buffer) -> Buffer:
+        """Of a buffer with a row for each of the plan's, those that rounds run on; another one as it is."""
+        if self._front_rows == self.num_rows or buffer.shape[0] != self.num_rows:
+            return buffer
+        return buffer.view(self._front_rows, *buffer.shape[1:])
+
     def begin_prompt_chunk(self, row: int, start: int, num_tokens: int) -> None:
         """Make room for the prompt tokens ``start`` … of a row and what is written behind them."""
         others_run = bool(np.delete(self._running, row).any())
@@ -122,6 +141,11 @@ class Plan:
         ):
             buffer.row(row).write(np.array([value]))
 
+    def hold(self, row: int) -> None:
+        """Rounds of other rows write what they compute for this one behind the prompt that it has read so far."""
+        for buffer in (self.buffers.position, self.buffers.context_position):
+            buffer.row(row).write(self.positions[row : row + 1])
+
     def stop(self, row: int) -> None:
         """Freeze a row: it takes part in no further round, and its part of the caches is free."""
         self._running[row] = False
@@ -138,18 +162,23 @@ class Plan:
         results = self.buffers.results
         index = self._num_rounds % len(results)
         self._num_rounds += 1
-        return Round(index, results[index], width, self._generations.copy())
+        generations = self._generations.copy()
+        generations[self._front_rows :] = -1
+        return Round(index, results[index], width, generations)
 
     def commit(self) -> None:
         """Make acceptance's outputs the state of the next round."""
         buffers = self.buffers
-        self.backend.copy(buffers.next_anchor, buffers.anchor)
-        self.backend.copy(buffers.next_predecessor, buffers.predecessor)
-        self.backend.copy(buffers.next_position, buffers.position)
-        self.backend.copy(buffers.next_active, buffers.active)
+        for made, state in (
+            (buffers.next_anchor, buffers.anchor),
+            (buffers.next_predecessor, buffers.predecessor),
+            (buffers.next_position, buffers.position),
+            (buffers.next_active, buffers.active),
+        ):
+            self.backend.copy(self.front(made), self.front(state))
 
     def collect(self, oldest: Round) -> Committed:
-        """Wait for a round and say what it emitted; a row that was stopped or started since the round began emitted nothing."""
+        """Wait for a round and say what it emitted: nothing in a row that it left out, or that was stopped or started since it began."""
         (accepted, tokens, num_emitted), stage_seconds = oldest.result.report.wait()
         same = oldest.generations == self._generations
         accepted, num_emitted = accepted * same, num_emitted * same
@@ -173,19 +202,24 @@ class Plan:
     # Running.
 
     def run(self, step: Hashable, bind: Callable[[], tuple[BoundProgram, ...]]) -> None:
-        """Queue a step. It is bound when it first runs, and again when the caches have another length; equal steps bind equal buffers."""
-        key = (self.cache_rows, step)
+        """Queue a step. It is bound when it first runs, and again for caches of another length and other numbers of rows; equal steps bind
+        equal buffers.
+        """
+        key = (self.cache_rows, self._front_rows, step)
         if key not in self._steps:
             try:
                 self._steps[key] = bind()
             except ValueError as problem:
                 raise self._mismatch(problem) from problem
+            if len(self._steps) > _MAX_BOUND_STEPS:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(key)
         for program in self._steps[key]:
             program.run()
 
     def program(self, graph: str) -> Program:
         if graph not in self._programs:
-            self._programs[graph] = self.backend.load(self.bundle, graph)
+            self._programs[graph] = _FrontProgram(self, self.backend.load(self.bundle, graph))
         return self._programs[graph]
 
     def shaped(self, graph: str, output: str, buffer: Buffer, num_rows: int, width: int) -> Buffer:
@@ -238,3 +272,16 @@ class Plan:
         return BundleError(
             f"{self.bundle.folder}: the graphs are not those that the manifest describes ({problem}); build the bundle again"
         )
+
+
+class _FrontProgram:
+    """A program that is bound to the front of what has a row for each of the plan's."""
+
+    def __init__(self, plan: Plan, program: Program) -> None:
+        self._plan = plan
+        self._program = program
+        self.inputs: Mapping[str, TensorInfo] = program.inputs
+        self.outputs: Mapping[str, TensorInfo] = program.outputs
+
+    def bind(self, buffers: Mapping[str, Buffer]) -> BoundProgram:
+        return self._program.bind({name: self._plan.front(buffer) for name, buffer in buffers.items()})

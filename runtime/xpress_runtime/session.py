@@ -6,36 +6,31 @@ A session owns one plan (its caches and buffers) and serves one generation at a 
 from __future__ import annotations
 
 import logging
-import operator
 import os
-import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, SupportsIndex
+from typing import Any, Self
 
 from xpress_runtime.backends import Backend, open_backend
 from xpress_runtime.bundle import Bundle
-from xpress_runtime.errors import OptionError, PromptError
-from xpress_runtime.fit import DrafterFit
-from xpress_runtime.generation import MAX_SEED, GenerationConfig, GenerationResult, Piece
+from xpress_runtime.errors import OptionError
+from xpress_runtime.generation import GenerationConfig, GenerationResult, Piece
 from xpress_runtime.loop import Loop
 from xpress_runtime.loops import Loops
 from xpress_runtime.plan import Plan
 from xpress_runtime.progress import RequestProgress
+from xpress_runtime.prompts import Prompt, Prompts, seeded
 from xpress_runtime.stats import GenerationStats, Stage
-from xpress_runtime.tokenizer import TextTokenizer
 
 logger = logging.getLogger("xpress_runtime.session")
 
 # Fewer rounds say nothing about a drafter.
 _ROUNDS_TO_JUDGE = 8
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -53,15 +48,14 @@ class Session:
         self.bundle = bundle
         self.backend = backend
         self.thresholds = thresholds or WarningThresholds()
-        folder = bundle.tokenizer_folder
-        self.tokenizer = TextTokenizer.open(folder) if folder is not None else None
+        self._prompts = Prompts(bundle)
+        self.tokenizer = self._prompts.tokenizer
         try:
             self._plan: Plan | None = Plan(bundle, backend)
         except BaseException:
             backend.close()
             raise
         self._loops = Loops()
-        self._fit = DrafterFit(bundle.manifest.drafter)
         # Counts generations: a stream that is no longer the latest one has lost its caches.
         self._generation = 0
         # One thread at a time works on the plan; generations of several threads wait for each other.
@@ -123,14 +117,9 @@ class Session:
 
         A stream may be abandoned at any point; beginning another one on this session ends it.
         """
-        config = self._seeded(config or GenerationConfig())
+        config = seeded(config or GenerationConfig())
         tokens = self.encode(prompt, chat_variables=chat_variables)
-        room = self._room(tokens)
-        if config.speculation != "off" and config.drafter == "block":
-            self._fit.check_length(len(tokens) + min(room, config.max_new_tokens))
-        if config.stop and self.tokenizer is None:
-            raise OptionError("stop strings need a tokenizer, and this bundle has none; use stop_token_ids")
-        progress = RequestProgress(config, stop_token_ids=self.bundle.manifest.target.stop_token_ids, room=room, tokenizer=self.tokenizer)
+        progress = self._prompts.progress(tokens, config)
         with self._lock:
             # First: making a loop may work on the caches, and an older stream must not go on from there.
             self._generation += 1
@@ -138,29 +127,8 @@ class Session:
             return GenerationStream(self, loop, tokens, config, progress, self._generation)
 
     def encode(self, prompt: Prompt, *, chat_variables: Mapping[str, Any] | None = None) -> list[int]:
-        """A prompt as token ids, as the target's tokenizer and chat template make them. Raises PromptError.
-
-        Token ids are those of the model, which may have more than its tokenizer: such a token stands for no text.
-        """
-        variables = dict(chat_variables or {})
-        if isinstance(prompt, str):
-            tokens = self._tokenizer().encode(prompt)
-        elif not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
-            raise PromptError(f"the prompt is a {type(prompt).__name__}, expected text, chat messages or token ids")
-        else:
-            items = list(prompt)
-            messages = [item for item in items if isinstance(item, Mapping)]
-            if messages and len(messages) == len(items):
-                tokens = self._tokenizer().encode_chat(messages, **variables)
-                self._fit.check_chat(self._tokenizer(), variables)
-                variables = {}
-            else:
-                tokens = _token_ids(items, self.bundle.manifest.target.vocab_size)
-        if variables:
-            raise PromptError(f"chat variables ({', '.join(variables)}) are for chat messages, and the prompt is not one")
-        if not tokens:
-            raise PromptError("the prompt is empty; give at least one token")
-        return tokens
+        """A prompt as token ids, as the target's tokenizer and chat template make them. Raises PromptError."""
+        return self._prompts.encode(prompt, chat_variables=chat_variables)
 
     @contextmanager
     def working_on(self, generation: int) -> Iterator[Plan]:
@@ -176,26 +144,6 @@ class Session:
         if self._plan is None:
             raise OptionError("this session is closed; open another one")
         return self._plan
-
-    def _seeded(self, config: GenerationConfig) -> GenerationConfig:
-        """With a seed, drawn where sampling needs one and none was given; the statistics tell which."""
-        if config.seed is not None:
-            return config
-        return replace(config, seed=secrets.randbelow(MAX_SEED) if config.temperature > 0 else 0)
-
-    def _room(self, tokens: Sequence[int]) -> int:
-        capacity = self.bundle.manifest.capacity
-        if len(tokens) >= capacity:
-            raise PromptError(
-                f"the prompt has {len(tokens)} tokens and the bundle's capacity is {capacity} for prompt and output together; "
-                "shorten the prompt or build the bundle with a larger --capacity"
-            )
-        return capacity - len(tokens)
-
-    def _tokenizer(self) -> TextTokenizer:
-        if self.tokenizer is None:
-            raise PromptError("this bundle has no tokenizer, so it takes token ids only")
-        return self.tokenizer
 
 
 class GenerationStream(Iterator[Piece]):
@@ -310,11 +258,3 @@ def statistics_of(loop: Loop, config: GenerationConfig, prompt_tokens: int) -> G
         draft_steps=None if drafter is None else drafter.draft_steps,
         seed=config.seed if config.temperature > 0 else None,
     )
-
-
-def _token_ids(prompt: Sequence[Any], vocab_size: int) -> list[int]:
-    for index, token in enumerate(prompt):
-        # Integers of numpy are integers too.
-        if isinstance(token, bool) or not isinstance(token, SupportsIndex) or not 0 <= operator.index(token) < vocab_size:
-            raise PromptError(f"prompt item {index} is {token!r}, expected a token id from 0 to {vocab_size - 1}")
-    return [operator.index(token) for token in prompt]

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
 from xpress_runtime.backends.base import BoundProgram, Buffer
-from xpress_runtime.backlog import Backlog
 from xpress_runtime.buffers import row_of
 from xpress_runtime.generation import GenerationConfig
 from xpress_runtime.plan import Plan, Round
@@ -27,6 +27,19 @@ class DrawnFrom:
 
     scores: Buffer
     candidates: Buffer | None
+
+
+class WaitingTaps(Protocol):
+    """Where taps wait that no drafter has read yet."""
+
+    # Where acceptance leaves the context position that it would have if nothing waited.
+    unused_position: Buffer
+
+    def of_round(self, width: int) -> Buffer:
+        """Where the target leaves the taps of ``width`` verified slots."""
+
+    def bind_store(self, width: int) -> BoundProgram:
+        """Taps of ``width`` verified slots → what waits."""
 
 
 class SamplingMemory:
@@ -53,7 +66,7 @@ class Verification:
         form: SamplingForm,
         drawn_from: DrawnFrom | None = None,
         drafter_key: object = None,
-        backlog: Backlog | None = None,
+        backlog: WaitingTaps | None = None,
     ) -> None:
         self._plan = plan
         self.form = form
@@ -101,9 +114,10 @@ class Verification:
         ids = (buffers.anchor if width == 1 else buffers.verify_ids).view(rows, width)
         wanted = buffers.plain_rows if width == 1 else buffers.verify_rows.view(rows, width)
         logits = plan.shaped("head", "logits", buffers.logits, rows, width)
+        taps = buffers.taps if self._backlog is None else self._backlog.of_round(width)
         programs = [
             plan.bind_embed(ids, rows, width),
-            bind_target(plan, rows, width, buffers.taps, buffers.position),
+            bind_target(plan, rows, width, taps, buffers.position),
             plan.bind_head(rows, width, wanted, buffers.hidden, buffers.logits, buffers.target_tokens),
         ]
         if self.form.sampled:
@@ -184,7 +198,7 @@ class Verification:
         self._plan.commit()
         if self.form.penalised:
             numbers = self._memory.rows
-            self._plan.backend.copy(numbers.next_counts, numbers.counts)
+            self._plan.backend.copy(self._plan.front(numbers.next_counts), self._plan.front(numbers.counts))
 
     def _state(self, current: Round) -> dict[str, Buffer]:
         buffers, result = self._plan.buffers, current.result

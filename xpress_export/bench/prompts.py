@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from xpress_runtime.errors import OptionError, PromptError
-from xpress_runtime.session import Prompt, Session
+from xpress_runtime.prompts import Prompt
+from xpress_runtime.session import Session
 
 BUILT_IN_SETS = ("math", "code", "chat")
 DEFAULT_NUM_PROMPTS = 10

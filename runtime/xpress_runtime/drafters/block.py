@@ -53,7 +53,11 @@ class BlockDrafter(Drafter):
         return drafted_scores(self.plan, self.num_passes, self.shortlist, sampled=self.sampled, base_logits=self._drafted()[1])
 
     def read_chunk(self, row: int, width: int) -> None:
-        self.plan.run(("prefill-drafter", width, row), partial(self._bind_chunk, width, row))
+        self.plan.run(("prefill-drafter", width, row), partial(self._bind_chunk, self.plan.buffers.prefill_taps, width, row))
+
+    def read_taps(self, row: int, taps: Buffer, width: int) -> None:
+        """Take in ``taps`` [1, width, F] of a row without drafting; the plan's chunk positions say where they stand."""
+        self.plan.run(("read taps", width, row), partial(self._bind_chunk, taps, width, row))
 
     def start(self, row: int, prompt: Sequence[int], anchor: int) -> None:  # noqa: ARG002
         if self._backlog is not None:
@@ -119,11 +123,11 @@ class BlockDrafter(Drafter):
         embed = plan.bind_embed(ids, rows, plan.block_size)
         return (embed, self._bind_drafter(rows, width, taps, buffers.context_position, buffers.position))
 
-    def _bind_chunk(self, width: int, row: int) -> tuple[BoundProgram, ...]:
+    def _bind_chunk(self, taps: Buffer, width: int, row: int) -> tuple[BoundProgram, ...]:
         # The block that the drafter drafts here is discarded, so any ids do; only its context rows are wanted.
         plan, buffers = self.plan, self.plan.buffers
         embed = plan.bind_embed(buffers.block_ids, 1, plan.block_size)
-        return (embed, self._bind_drafter(1, width, buffers.prefill_taps, buffers.chunk_start, buffers.chunk_end, row))
+        return (embed, self._bind_drafter(1, width, taps, buffers.chunk_start, buffers.chunk_end, row))
 
     def _bind_drafter(
         self, num_rows: int, width: int, taps: Buffer, context_position: Buffer, block_position: Buffer, row: int | None = None
