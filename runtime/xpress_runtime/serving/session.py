@@ -28,6 +28,7 @@ from xpress_runtime.serving.requests import Request, Step
 from xpress_runtime.serving.rounds import Variant
 from xpress_runtime.serving.scheduler import Observer, RoundReport, Scheduler, timed_out
 from xpress_runtime.stats import GenerationStats
+from xpress_runtime.tokenizer import TextTokenizer
 
 logger = logging.getLogger("xpress_runtime.serving")
 
@@ -132,7 +133,7 @@ class BatchSession:
         self.close()
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> TextTokenizer | None:
         """The target's tokenizer, None where the bundle has none."""
         return self._prompts.tokenizer
 
@@ -153,8 +154,7 @@ class BatchSession:
         for the rows that there are; with a temperature or penalties it decodes plainly, so that the seed alone decides. Raises PromptError,
         OptionError, QueueFull, Draining and SessionFailed.
         """
-        config = config or GenerationConfig()
-        config = seeded(self._limited(config))
+        config = seeded(self._limited(config or self.default_config()))
         self._variant(config)
         check_timeout(timeout)
         tokens = self._prompts.encode(prompt, chat_variables=chat_variables)
@@ -192,6 +192,11 @@ class BatchSession:
             self._queue.append(request)
             self._changed.notify_all()
         return request
+
+    def default_config(self) -> GenerationConfig:
+        """Default settings, within the session's limits."""
+        config, limit = GenerationConfig(), self.limits.max_new_tokens
+        return config if limit is None else replace(config, max_new_tokens=min(config.max_new_tokens, limit))
 
     def status(self) -> Status:
         """What runs and waits."""
