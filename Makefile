@@ -43,7 +43,7 @@ $(VENV)/.installed: pyproject.toml
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[cpu,export,rtx,dev]'
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[cpu,export,rtx,serve,dev]'
 	touch $@
 
 $(VENV)/$(GPU_STAMP): pyproject.toml

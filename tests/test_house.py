@@ -28,7 +28,22 @@ MAX_MODULE_LINES = 400
 EXPORT_ONLY = {"onnx", "onnx_ir", "onnxscript", "safetensors", "torch", "transformers"}
 # Modules of the runtime that cannot be imported with the packages of its own extras alone, each with the reason.
 NOT_IMPORTED: dict[str, str] = {}
-COMMANDS = ["build", "export", "convert", "engine", "parity", "generate", "chat", "serve", "batch", "package", "inspect", "doctor", "bench", "demo"]
+COMMANDS = [
+    "build",
+    "export",
+    "convert",
+    "engine",
+    "parity",
+    "generate",
+    "chat",
+    "serve",
+    "batch",
+    "package",
+    "inspect",
+    "doctor",
+    "bench",
+    "demo",
+]
 
 
 def _module_name(path: Path) -> str:

@@ -23,7 +23,8 @@ class OnDemandNeed:
     """Bytes that a plan allocates when a request first asks for them, and then keeps.
 
     ``sampling``: a temperature or penalties. ``denoising``: several draft steps. ``lookup``: that drafter. ``backlog``: speculation "auto"
-    with the block drafter. ``draft_model``: caches and working buffers of the autoregressive drafter; 0 where the bundle has none.
+    with the block drafter; several rows that share rounds have it from the start. ``draft_model``: caches and working buffers of the
+    autoregressive drafter; 0 where the bundle has none.
     """
 
     sampling: int
@@ -99,8 +100,8 @@ def _on_demand(manifest: Manifest, element: int, cache_rows: int, batch: int) ->
         # Twice, here and in lookup: what a step reads and what it writes.
         denoising=2 * (element * num_slots * target.hidden_size + drafted_logits),
         lookup=2 * _ID_BYTES * batch * cache_rows,
-        # Of one sequence.
-        backlog=element * backlog_rows(chunk, drafter.block_size) * len(drafter.tap_layers) * target.hidden_size,
+        # Beside what waits, rows that share rounds have taps of plain ones.
+        backlog=element * batch * (backlog_rows(chunk, drafter.block_size) + (batch > 1)) * len(drafter.tap_layers) * target.hidden_size,
         draft_model=draft_model,
     )
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.e2e.served import SLOTS, serving
 from xpress_export.checkpoints import TargetCheckpoint
 from xpress_export.demo.bundle import build_demo_bundle, demo_bundle_folder, find_demo_bundle, open_demo_checkpoints
 from xpress_export.demo.target import default_cache, fetch_demo_target
@@ -51,6 +52,13 @@ def demo(demo_target: Path) -> Demo:
 def demo_session(demo: Demo) -> Iterator[Session]:
     with Session.open(demo.bundle.folder, "ort-cpu") as session:
         yield session
+
+
+@pytest.fixture(scope="session")
+def served(demo: Demo) -> Iterator[str]:
+    """The URL of a server with the demo's bundle, in a process of its own."""
+    with serving(demo.bundle.folder, "--slots", str(SLOTS), "--max-queue", "128") as (url, _process):
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,9 @@ COMMANDS = {
     "parity": ("parity", "Compare a bundle with PyTorch and transformers."),
     "generate": ("generate", "Generate from a prompt with a bundle."),
     "chat": ("chat", "Talk to a bundle."),
+    "serve": ("serve", "Serve a bundle over HTTP: OpenAI's API, metrics, a page."),
+    "batch": ("batch", "Run a file of jobs on a bundle, resumable."),
+    "package": ("package", "Lay a bundle out for another server."),
     "inspect": ("inspect", "Show what a bundle holds and needs, or what a checkpoint is."),
     "doctor": ("doctor", "Show what is installed and which backends run here."),
     "bench": ("bench", "Measure what speculation gains, and what of it."),
@@ -40,6 +43,7 @@ COMMANDS = {
 _EXTRAS = {
     "accelerate": "export",
     "cuda": "gpu",
+    "fastapi": "serve",
     "gguf": "export",
     "huggingface_hub": "export",
     "onnx": "export",
@@ -47,11 +51,15 @@ _EXTRAS = {
     "onnxruntime": "cpu",
     "onnxscript": "export",
     "polygraphy": "rtx",
+    "prometheus_client": "serve",
+    "pydantic": "serve",
     "safetensors": "export",
+    "sse_starlette": "serve",
     "tensorrt": "gpu",
     "tensorrt_rtx": "rtx",
     "torch": "export",
     "transformers": "export",
+    "uvicorn": "serve",
 }
 
 # What every installation has.
@@ -100,7 +108,7 @@ class LazyGroup(click.Group):
 def cli(log_level: str) -> None:
     """Diffusion-drafted speculative decoding: checkpoints to ONNX bundles, and bundles to tokens.
 
-    Exit codes: 0 done, 1 a check failed, 2 the user's input, 3 the environment, 130 interrupted.
+    Exit codes: 0 done, 1 a check failed, 2 the user's input, 3 the environment, 130 and 143 interrupted.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     for name in ("xpress_export", "xpress_engines", "xpress_runtime"):

@@ -34,6 +34,8 @@ logger = logging.getLogger("xpress_runtime.serving")
 
 # How often the thread looks for queued requests whose time is up while nothing runs.
 _IDLE_SECONDS = 0.1
+# Unless asked otherwise, where a round computes only the rows that there are.
+_FLEXIBLE_SLOTS = 4
 # What a caller is told to wait where no request has ended yet.
 _FIRST_RETRY_SECONDS = 1.0
 
@@ -116,7 +118,8 @@ class BatchSession:
     ) -> Self:
         """Open a bundle folder on a backend; as :meth:`Session.open`.
 
-        ``slots``: requests that run at a time, None for the bundle's batch. More than that only where the backend's shapes are flexible.
+        ``slots``: requests that run at a time; more than the bundle's batch only where shapes are flexible, as on a CPU. None:
+        the bundle's batch, and there at least 4.
         Raises BundleError, OptionError and EnvironmentProblem.
         """
         if threads is not None and threads < 1:
@@ -234,9 +237,16 @@ class BatchSession:
         self.backend.close()
 
     def _num_slots(self, slots: int | None) -> int:
-        batch = self.bundle.manifest.batch
+        manifest = self.bundle.manifest
+        batch, chunk, block_size = manifest.batch, manifest.prefill_chunk, manifest.drafter.block_size
+        if not self.backend.flexible_shapes and chunk < block_size:
+            # What waits for a drafter is read in one call, as wide as a chunk.
+            raise OptionError(
+                f"this bundle's prompt chunks have {chunk} tokens and its blocks {block_size}; to share rounds on {self.backend.name}, "
+                f"build it again with a --profile whose prefill_chunk is at least that"
+            )
         if slots is None:
-            return batch
+            return max(batch, _FLEXIBLE_SLOTS) if self.backend.flexible_shapes else batch
         if slots < 1:
             raise OptionError(f"slots is {slots}, expected at least 1")
         if slots > batch and not self.backend.flexible_shapes:

@@ -15,6 +15,7 @@ from xpress_runtime.bundle import Bundle
 from xpress_runtime.drafters import AutoregressiveDrafter, BlockDrafter, LookupDrafter
 from xpress_runtime.memory import MemoryNeed, memory_need
 from xpress_runtime.plan import Plan
+from xpress_runtime.serving.taps import RowTaps
 from xpress_runtime.verification import SamplingMemory
 
 # Ids, positions and counts of a row: not planned.
@@ -53,13 +54,13 @@ PARTS: dict[str, Callable[[Plan], object]] = {
     "sampling": lambda plan: plan.part(SamplingMemory),
     "denoising": lambda plan: BlockDrafter(plan, 3, 0, 3).draft(),
     "lookup": LookupDrafter,
-    "backlog": lambda plan: plan.part(Backlog),
+    "backlog": lambda plan: plan.part(Backlog if plan.num_rows == 1 else RowTaps),
     "draft_model": AutoregressiveDrafter,
 }
 
 
-# A backlog is one sequence's.
-@pytest.mark.parametrize(("part", "num_rows"), [(part, 1) for part in PARTS] + [(part, 2) for part in PARTS if part != "backlog"])
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("part", PARTS)
 def test_what_a_request_adds_is_what_is_announced(trained: Bundle, part: str, num_rows: int) -> None:
     _, added = counted(trained, num_rows, PARTS[part])
     announced = getattr(needed(trained, num_rows).on_demand, part)
