@@ -20,7 +20,7 @@ demo: $(VENV)/.installed  ## fetch a real model, build its bundle, measure plain
 test: check  ## check, then every test but those marked slow
 	$(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup -m "not slow and not gpu"
 
-test-all: check  ## check, then every test that needs no GPU
+test-all: check $(VENV)/.installed-all  ## check, then every test that needs no GPU
 	$(VENV)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup -m "not gpu"
 
 check: $(VENV)/.installed-dev  ## linter, formatting, types
@@ -44,6 +44,10 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[cpu,export,rtx,serve,dev]'
+	touch $@
+
+$(VENV)/.installed-all: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -e '.[cpu,export,rtx,serve,ray,dev]' 'tritonclient[grpc]>=2.50'
 	touch $@
 
 $(VENV)/$(GPU_STAMP): pyproject.toml

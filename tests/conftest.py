@@ -19,7 +19,15 @@ from xpress_runtime.bundle import Bundle
 from xpress_runtime.sets import Precision
 
 # Folders whose tests share something that takes long to make: one process runs all of a group.
-SHARING = {"e2e": "real target", "sampling": "sampling", "engines": "complete bundle", "parity": "complete bundle"}
+SHARING = {
+    "e2e": "real target",
+    "sampling": "sampling",
+    "engines": "complete bundle",
+    "parity": "complete bundle",
+    "jobs": "tiny bundle",
+    "scale_out": "tiny bundle",
+    "server": "tiny bundle",
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -344,6 +344,7 @@ class BatchSession:
 
         for request in dropped:
             end(request)
+            self._ended(request)
         self._scheduler.abandon(end)
         with self._changed:
             self._changed.notify_all()
