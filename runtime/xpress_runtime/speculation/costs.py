@@ -43,7 +43,7 @@ class _StepLimit:
         return side * allowed
 
 
-class _Average:
+class Average:
     """Exponential moving average of clipped seconds."""
 
     def __init__(self, seconds: float) -> None:
@@ -61,7 +61,7 @@ class StageCosts:
     def __init__(self, draft: float, resume: float, verify: Vector, host: float) -> None:
         self.block_size = len(verify)
         self.host = host
-        self._draft, self._resume = _Average(draft), _Average(resume)
+        self._draft, self._resume = Average(draft), Average(resume)
         self._calibrated_plain = float(verify[0])
         slope = np.linspace(0.0, _SLOPE, self.block_size)
         wander = _LEVEL**2 + np.outer(slope, slope) + _RESIDUAL**2 * np.eye(self.block_size)

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-# Weight of a new measurement.
-_TIME_WEIGHT = 0.2
+from xpress_runtime.speculation.costs import Average
+
+# Weight of what a row got in a new round.
 _LENGTH_WEIGHT = 0.05
 # A drafted round that does not pay is tried when it costs at most this share of the time spent since the last one.
 _TRY_SHARE = 0.03
@@ -31,17 +32,17 @@ class SharedPolicy:
 
     def drafts(self, num_rows: int) -> bool:
         """Whether the next round, of ``num_rows`` rows, should draft."""
-        loss = self._drafted[num_rows - 1] - self._length * self._plain[num_rows - 1]
-        return bool(loss <= 0 or loss <= _TRY_SHARE * self._seconds_since)
+        loss = self._drafted[num_rows - 1].seconds - self._length * self._plain[num_rows - 1].seconds
+        return loss <= 0 or loss <= _TRY_SHARE * self._seconds_since
 
     def record_plain(self, num_rows: int, seconds: float) -> None:
         """A plain round took that long."""
-        _follow(self._plain, num_rows, seconds)
+        self._plain[num_rows - 1].observe(seconds)
         self._seconds_since += seconds
 
     def record_drafted(self, num_rows: int, seconds: float, lengths: list[int]) -> None:
         """A drafted round took that long; ``lengths``: the tokens that each of its rows got."""
-        _follow(self._drafted, num_rows, seconds)
+        self._drafted[num_rows - 1].observe(seconds)
         self._seconds_since = 0.0
         for length in lengths:
             self._length += _LENGTH_WEIGHT * (length - self._length)
@@ -50,17 +51,12 @@ class SharedPolicy:
         """One line for logs."""
         return (
             f"mean acceptance length {self._length:.2f}; ms of a round with 1 to {len(self._plain)} rows: "
-            f"{1e3 * self._plain[0]:.1f} to {1e3 * self._plain[-1]:.1f} plain, "
-            f"{1e3 * self._drafted[0]:.1f} to {1e3 * self._drafted[-1]:.1f} drafted"
+            f"{1e3 * self._plain[0].seconds:.1f} to {1e3 * self._plain[-1].seconds:.1f} plain, "
+            f"{1e3 * self._drafted[0].seconds:.1f} to {1e3 * self._drafted[-1].seconds:.1f} drafted"
         )
 
 
-def _curve(num_rows: int, measured: Mapping[int, float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _curve(num_rows: int, measured: Mapping[int, float]) -> list[Average]:
     counts = sorted(measured)
-    return np.interp(np.arange(1, num_rows + 1), counts, [measured[count] for count in counts])
-
-
-def _follow(curve: np.ndarray[tuple[int], np.dtype[np.float64]], num_rows: int, seconds: float) -> None:
-    # A single slow round (a page fault, another program) moves nothing far.
-    expected = float(curve[num_rows - 1])
-    curve[num_rows - 1] += _TIME_WEIGHT * (min(seconds, 2 * expected) - expected)
+    seconds = np.interp(np.arange(1, num_rows + 1), counts, [measured[count] for count in counts])
+    return [Average(float(value)) for value in seconds]
