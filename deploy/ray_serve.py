@@ -14,9 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray import serve
-from ray.serve import Application
+try:
+    import ray
+    from ray import serve
+    from ray.serve import Application
+except ModuleNotFoundError as problem:
+    sys.exit(f"ray_serve: {problem.name} is not installed; install it with: pip install 'xpress-export[serve,ray]'")
 
 from deploy.ray_arguments import Arguments
 from deploy.ray_replica import TIME_TO_LEAVE, Replica

@@ -35,7 +35,8 @@ class Files:
         self.jobs.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.results.read_bytes().splitlines()]
+        # A run that wrote nothing leaves no file.
+        return [json.loads(line) for line in self.results.read_bytes().splitlines()] if self.results.exists() else []
 
     def by_id(self) -> dict[Any, dict[str, Any]]:
         rows = self.rows()

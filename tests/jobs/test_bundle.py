@@ -67,7 +67,7 @@ def test_rows_say_what_a_session_says(files: Files, tiny: Built, session: Sessio
         assert (rows[name]["status"], rows[name]["attempts"]) == ("failed", 1)
         assert named in rows[name]["error"]
     assert json.loads(result.out)["finished"] == 7
-    assert files.events("worker ready")[0]["max_in_flight"] == 4
+    assert files.events("worker ready")[0]["max_in_flight"] == 8
 
 
 def test_bundle_that_is_none_is_refused_before_anything_is_read(files: Files) -> None:

@@ -31,6 +31,11 @@ _PACKAGES = {
     "tensorrt": "gpu",
     "onnxruntime-gpu": "gpu",
     "onnxruntime-genai": "bench",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "sse-starlette": "serve",
+    "prometheus-client": "serve",
+    "ray": "ray",
 }
 
 

@@ -81,9 +81,8 @@ def command(
             if not settings.api_keys and not is_loopback(listener):
                 click.echo(f"warning: {host} is open to other machines, and no API key is set; see --api-key-file", err=True)
             app = create_app(session, settings)
-            serve(
-                app, listener, drain_seconds=drain_seconds, on_listening=lambda: click.echo(f"serving {app.state.service.model} at {url}")
-            )
+            ready = f"serving {app.state.service.model} at {url} ({session.slots} slots, {session.backend.name})"
+            serve(app, listener, drain_seconds=drain_seconds, on_listening=lambda: click.echo(ready))
 
 
 def _keys(file: Path | None) -> tuple[str, ...]:

@@ -102,7 +102,7 @@ class Summary:
         """One line for people."""
         counts = [f"{self.finished} finished", f"{self.timeout} timed out", f"{self.failed} failed"]
         if self.left:
-            counts.append(f"{self.left} left")
+            counts.append(f"{self.left} left (the same command again runs them)")
         rate = "" if self.tokens_per_second is None else f", {self.tokens_per_second:.1f} tokens/s"
         tau = "" if self.mean_acceptance_length is None else f", mean acceptance length {self.mean_acceptance_length:.2f}"
         return (

@@ -100,6 +100,9 @@ class Results:
             self.sync()
         finally:
             os.close(self._descriptor)
+            if not self._size:
+                # A run that wrote nothing leaves nothing.
+                self.path.unlink(missing_ok=True)
             self._lock.release()
 
     def append(self, row: Mapping[str, Any]) -> None:

@@ -37,7 +37,7 @@ _LONGEST_WAIT = 1.0
 @dataclass(frozen=True)
 class BatchOptions:
     """How jobs are run; times in seconds. ``timeout`` is a job's, from when it leaves the session's queue; a worker that has not answered
-    ``grace`` later is killed. ``drain``: what jobs in flight get once the run is interrupted. ``max_in_flight``: None for two per slot.
+    ``grace`` later is killed. ``drain``: what jobs that run get once the run is interrupted. ``max_in_flight``: None for two per slot.
     """
 
     retries: int = 2
@@ -95,6 +95,8 @@ class BatchRun:
         self._attempts: dict[int, int] = {}
         self._suspects: set[int] = set()
         self._stop_at: float | None = None
+        # Jobs that ran when the run was interrupted; the session may begin others that wait in it, which nobody waits for.
+        self._awaited: set[int] = set()
         counts = {status: results.earlier.count(status) for status in STATUSES}
         self.summary = Summary(len(jobs), sum(counts.values()), **counts)
 
@@ -124,7 +126,7 @@ class BatchRun:
 
     def _is_over(self) -> bool:
         if self._stop_at is not None:
-            return not self._flights or time.monotonic() >= self._stop_at
+            return not self._awaited & self._flights.keys() or time.monotonic() >= self._stop_at
         return not self._flights and not self._retries and self._ahead is None
 
     def _step(self) -> None:
@@ -188,6 +190,7 @@ class BatchRun:
 
     def _interrupted(self, signum: int, now: float) -> None:
         self._stop_at = now if self._stop_at is not None else now + self._options.drain
+        self._awaited = {number for number, flight in self._flights.items() if flight.started is not None}
         self.summary.stopped_by = signum
         self._journal.write("interrupted", signal=signum, in_flight=len(self._flights))
 

@@ -22,6 +22,8 @@ from xpress_runtime.stats import Stage
 
 DEFAULT_TOKENS = 128
 # GenerationConfig's names that are others here.
+# Milliseconds and shares are told with this many.
+_DIGITS = 4
 _FIELDS = {name: name for name in GenerateRequest.model_fields} | {"max_new_tokens": "max_tokens"}
 
 
@@ -73,7 +75,7 @@ async def _events(work: Work) -> AsyncIterator[ServerSentEvent]:
 
 
 def _step(step: Step) -> dict[str, Any]:
-    milliseconds = {f"{stage.value}_ms": 1e3 * seconds for stage, seconds in step.seconds.items()}
+    milliseconds = {f"{stage.value}_ms": _milliseconds(seconds) for stage, seconds in step.seconds.items()}
     if Stage.PREFILL in step.seconds:
         milliseconds = {"prefill_ms": milliseconds["prefill_ms"]}
     else:
@@ -97,7 +99,7 @@ def _response(work: Work, result: GenerationResult) -> dict[str, Any]:
         "finish_reason": result.finish_reason,
         "prompt_tokens": request.prompt_tokens,
         "output_tokens": len(result.tokens),
-        "stats": stats.to_json(),
+        "stats": _rounded(stats.to_json()),
         "queued_ms": _milliseconds(request.queued_seconds),
         "time_to_first_token_ms": _milliseconds(request.first_token_seconds),
         "total_ms": _milliseconds(request.total_seconds),
@@ -105,7 +107,14 @@ def _response(work: Work, result: GenerationResult) -> dict[str, Any]:
 
 
 def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds
+    return None if seconds is None else round(1e3 * seconds, _DIGITS)
+
+
+def _rounded(stats: dict[str, Any]) -> dict[str, Any]:
+    """Without digits that no clock and no count of rounds has."""
+    found = {name: round(value, _DIGITS) if isinstance(value, float) else value for name, value in stats.items()}
+    found["acceptance_by_position"] = [round(share, _DIGITS) for share in stats["acceptance_by_position"]]
+    return found
 
 
 _STREAM_EXAMPLE = (

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -25,6 +25,8 @@ class Metrics:
     """The registry of one application, and the observer that fills it."""
 
     def __init__(self, session: BatchSession) -> None:
+        # When each series began: a line for every other line, and of no use here.
+        disable_created_metrics()
         self.registry = CollectorRegistry()
         self._num_proposals = session.bundle.manifest.drafter.num_proposals
         lengths = tuple(range(1, self._num_proposals + 2))

@@ -130,7 +130,7 @@ class _DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if self._num_signals and self._draining is None:
-            logger.info("draining: no new requests, at most %.0f seconds for those that run", self._drain_seconds)
+            logger.warning("draining: no new requests, at most %.0f seconds for those that run", self._drain_seconds)
             self._draining = asyncio.create_task(self._drain())
         if self._num_signals > 1 and not self._cancelled:
             self._cancelled = True

@@ -90,8 +90,7 @@ class Service:
     @property
     def most_tokens(self) -> int:
         """Tokens that a request may ask for."""
-        limit = self.session.limits.max_new_tokens
-        return self.capacity if limit is None else limit
+        return min(self.session.limits.max_new_tokens or self.capacity, self.capacity)
 
     @property
     def has_template(self) -> bool:
@@ -105,11 +104,11 @@ class Service:
 
     def tokens(self, asked: int | None, default: int, field: str = "max_tokens") -> int:
         """How many tokens to generate at most. Raises ApiError where more are asked for than one request may have."""
-        limit = self.session.limits.max_new_tokens
+        most = self.most_tokens
         if asked is None:
-            return min(default, self.most_tokens)
-        if limit is not None and asked > limit:
-            raise ApiError(400, f"{field} is {asked}, expected at most {limit} on this server", param=field, code="invalid_value")
+            return min(default, most)
+        if asked > most:
+            raise ApiError(400, f"{field} is {asked}, expected at most {most} on this server", param=field, code="invalid_value")
         return asked
 
     def thinking(self, thinking: bool | None, *, is_chat: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ class QueueFull(UserError):
     """As many requests wait as may. ``retry_after``: seconds after which there may be room."""
 
     def __init__(self, waiting: int, retry_after: float) -> None:
-        super().__init__(f"{waiting} requests wait already, as many as may; send this one again in {retry_after:.0f} s")
+        super().__init__(f"the queue is full ({waiting}); send the request again in {retry_after:.0f} s")
         self.retry_after = retry_after
 
 
