@@ -104,6 +104,12 @@ class Plan:
         part: Part = self._parts[kind]
         return part
 
+    def close(self) -> None:
+        """Let go of programs and parts, which hold the plan in turn; its memory goes with the plan."""
+        self._steps.clear()
+        self._parts.clear()
+        self._programs.clear()
+
     # Rows.
 
     def run_on_front(self, num_rows: int) -> None:

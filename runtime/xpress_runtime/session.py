@@ -92,6 +92,8 @@ class Session:
     def close(self) -> None:
         """Give the memory back; the session cannot be used afterwards."""
         with self._lock:
+            if self._plan is not None:
+                self._plan.close()
             self._plan = None
             self._loops = Loops()
             self.backend.close()

@@ -6,10 +6,10 @@ from xpress_runtime.errors import EnvironmentProblem, UserError, XpressError
 
 
 class QueueFull(UserError):
-    """As many requests wait as may. ``retry_after``: seconds after which there may be room."""
+    """``max_queue`` requests wait, as many as may. ``retry_after``: seconds after which there may be room."""
 
-    def __init__(self, waiting: int, retry_after: float) -> None:
-        super().__init__(f"the queue is full ({waiting}); send the request again in {retry_after:.0f} s")
+    def __init__(self, max_queue: int, retry_after: float) -> None:
+        super().__init__(f"the queue is full: {max_queue} requests wait; send this one again later")
         self.retry_after = retry_after
 
 

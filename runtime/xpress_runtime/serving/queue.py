@@ -41,10 +41,11 @@ class FairQueue:
 
     def take(self, unwanted: Callable[[Request], bool]) -> list[Request]:
         """Take out every request that is ``unwanted``."""
+        # Asked once: a request may become unwanted at any moment.
         taken = [request for request in self if unwanted(request)]
         if taken:
             for client, requests in list(self._clients.items()):
-                kept = deque(request for request in requests if not unwanted(request))
+                kept = deque(request for request in requests if request not in taken)
                 if kept:
                     self._clients[client] = kept
                 else:

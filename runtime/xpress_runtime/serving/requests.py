@@ -5,6 +5,7 @@ Any thread may look; the session's own writes. Knows nothing about rows or round
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
@@ -17,6 +18,8 @@ from xpress_runtime.generation import FinishReason, GenerationConfig, Generation
 from xpress_runtime.progress import RequestProgress
 from xpress_runtime.serving.errors import RequestCancelled
 from xpress_runtime.stats import GenerationStats, Stage
+
+logger = logging.getLogger("xpress_runtime.serving")
 
 Origin = Literal["drafter", "refiner", "target"]
 State = Literal["queued", "reading", "running", "finished", "cancelled", "timed out", "failed"]
@@ -145,8 +148,7 @@ class Request:
         with self._changed:
             self._steps.append(step)
             self._changed.notify_all()
-        if self._on_step is not None:
-            self._on_step(step)
+        self._tell(step)
 
     def end(self, state: State, error: XpressError | None = None) -> None:
         """It gets nothing more."""
@@ -154,14 +156,24 @@ class Request:
             self.state, self.error = state, error
             self.total_seconds = self._elapsed()
             self._changed.notify_all()
-        if self._on_step is not None:
-            self._on_step(None)
+        self._tell(None)
 
     def end_cancelled(self) -> None:
         self.end("cancelled", RequestCancelled("the request was cancelled"))
 
     def is_late(self) -> bool:
         return self.deadline is not None and self._elapsed() > self.deadline
+
+    def _tell(self, step: Step | None) -> None:
+        if self._on_step is None:
+            return
+        try:
+            self._on_step(step)
+        except Exception:
+            # Its caller's defect: other requests have nothing to do with it.
+            logger.exception("on_step of request %s failed; the request is cancelled", self.id)
+            self._on_step = None
+            self.cancel()
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._submitted

@@ -60,6 +60,14 @@ class RowRounds:
         if self._numbers is not None:
             self._verification(SamplingForm(sampled=True, penalised=True, top_k=True, top_p=True), None)
 
+    def prepare(self, config: GenerationConfig, variant: Variant | None) -> None:
+        """Load what a request's rounds take. Raises BundleError where a graph is not there."""
+        form = SamplingForm.of([config])
+        self._verification(form, None)
+        # Nothing that is sampled drafts but on request.
+        if variant is not None:
+            self._verification(form, self._drafter(variant, sampled=form.sampled))
+
     def reader(self, row: int, prompt: Sequence[int], *, drafted: bool) -> PromptReader:
         """Reads a prompt into a row; ``drafted``: into the drafter's memory as well."""
         self.plan.stop(row)

@@ -11,17 +11,18 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
+from xpress_runtime.errors import XpressError
 from xpress_runtime.generation import GenerationConfig, Piece
 from xpress_runtime.plan import Plan
 from xpress_runtime.prefill import PromptReader
 from xpress_runtime.serving.errors import RequestTimedOut
+from xpress_runtime.serving.observers import Observers, RoundReport
 from xpress_runtime.serving.requests import Origin, Request, Step, StepToken
 from xpress_runtime.serving.rounds import RowRound, RowRounds, Variant
 from xpress_runtime.serving.taps import Rows
@@ -31,29 +32,6 @@ from xpress_runtime.stats import Stage
 logger = logging.getLogger("xpress_runtime.serving")
 
 _REPEATS = 3
-
-
-@dataclass(frozen=True)
-class RoundReport:
-    """A round: its rows, proposals of each, and per row accepted drafts and kept tokens (fewer where a text ended); seconds by stage."""
-
-    rows: int
-    proposed: int
-    accepted: tuple[int, ...]
-    kept: tuple[int, ...]
-    seconds: dict[Stage, float]
-
-    @property
-    def speculative(self) -> bool:
-        return self.proposed > 0
-
-
-class Observer(Protocol):
-    """Is told what happens, on the session's thread, and returns at once."""
-
-    def round(self, report: RoundReport) -> None: ...
-
-    def finished(self, request: Request) -> None: ...
 
 
 @dataclass
@@ -81,7 +59,7 @@ class Scheduler:
         default: Variant,
         next_request: Callable[[Callable[[Request], bool]], Request | None],
         variant_of: Callable[[GenerationConfig], Variant],
-        observers: Sequence[Observer],
+        observers: Observers,
     ) -> None:
         self.slots: list[Slot | None] = [None] * plan.num_rows
         self._plan = plan
@@ -122,7 +100,12 @@ class Scheduler:
             if slot is not None:
                 self.slots[row] = None
                 end(slot.request)
-                self._report_end(slot.request)
+                self._observers.finished(slot.request)
+
+    def close(self) -> None:
+        """Let go of the memory; nothing can be asked of it afterwards but who is there."""
+        self._plan.close()
+        del self._plan, self._rounds
 
     def explain(self) -> str:
         """One line for logs: what drafting pays."""
@@ -142,7 +125,7 @@ class Scheduler:
                 slot.request.end("timed out", timed_out(slot.request))
             else:
                 continue
-            self._report_end(slot.request)
+            self._observers.finished(slot.request)
 
     def _admit(self) -> None:
         # One prompt is read at a time, so one request is taken in at a time.
@@ -155,6 +138,13 @@ class Scheduler:
         config = request.config
         variant = None if config.speculation == "off" else self._variant_of(config)
         request.begin()
+        try:
+            self._rounds.prepare(config, variant)
+        except XpressError as problem:
+            # A graph that only this request needs cannot be loaded: the bundle was replaced or damaged since it was opened.
+            request.end("failed", problem)
+            self._observers.finished(request)
+            return
         self.slots[row] = Slot(request, config, variant, self._rounds.reader(row, request.prompt, drafted=variant is not None))
 
     def _fits(self, request: Request) -> bool:
@@ -231,8 +221,7 @@ class Scheduler:
             kept_by_row.append(len(tokens))
             self._push(row, slot, Step(tuple(tokens), proposed, min(accepted, len(tokens)), seconds))
         report = RoundReport(len(lengths), proposed, tuple(accepted_by_row), tuple(kept_by_row), seconds)
-        for observer in self._observers:
-            observer.round(report)
+        self._observers.round(report)
         return lengths
 
     def _push(self, row: int, slot: Slot, step: Step) -> None:
@@ -243,11 +232,7 @@ class Scheduler:
         request.push(step)
         if ended:
             request.end("finished")
-            self._report_end(request)
-
-    def _report_end(self, request: Request) -> None:
-        for observer in self._observers:
-            observer.finished(request)
+            self._observers.finished(request)
 
     def _free(self, row: int) -> None:
         self.slots[row] = None

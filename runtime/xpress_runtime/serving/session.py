@@ -23,10 +23,11 @@ from xpress_runtime.loops import chosen_variant, sampling_form
 from xpress_runtime.plan import Plan
 from xpress_runtime.prompts import Prompt, Prompts, seeded
 from xpress_runtime.serving.errors import Draining, QueueFull, SessionFailed
+from xpress_runtime.serving.observers import Observer, Observers, RoundReport
 from xpress_runtime.serving.queue import FairQueue
 from xpress_runtime.serving.requests import Request, Step
 from xpress_runtime.serving.rounds import Variant
-from xpress_runtime.serving.scheduler import Observer, RoundReport, Scheduler, timed_out
+from xpress_runtime.serving.scheduler import Scheduler, timed_out
 from xpress_runtime.stats import GenerationStats
 from xpress_runtime.tokenizer import TextTokenizer
 
@@ -82,16 +83,18 @@ class BatchSession:
         self.bundle = bundle
         self.backend = backend
         self.limits = limits or Limits()
-        self._observers: list[Observer] = []
         self._queue = FairQueue()
         # Guards the queue and what follows; the thread holds it only while it looks.
         self._changed = threading.Condition()
         self._draining = False
         self._closing = False
+        self._closed = False
         self._failure: str | None = None
         self._started = time.perf_counter()
         self._durations = _Durations()
-        self._observers.append(self._durations)
+        self._observers = Observers(self._durations)
+        # From the moment that the thread finds something to do to the moment that it looks again.
+        self._working = False
         try:
             self.slots = self._num_slots(slots)
             self._prompts = Prompts(bundle)
@@ -191,7 +194,7 @@ class BatchSession:
             # What a free slot takes in at once does not wait.
             waiting = len(self._queue) - sum(slot is None for slot in self._scheduler.slots)
             if waiting >= self.limits.max_queue:
-                raise QueueFull(len(self._queue), max(1.0, self._durations.mean * len(self._queue) / self.slots))
+                raise QueueFull(self.limits.max_queue, max(1.0, self._durations.mean * len(self._queue) / self.slots))
             self._queue.append(request)
             self._changed.notify_all()
         return request
@@ -218,10 +221,15 @@ class BatchSession:
 
     def observe(self, observer: Observer) -> None:
         """Tell ``observer`` of every round and of every request that ends."""
-        self._observers.append(observer)
+        self._observers.add(observer)
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests, and wait for those that there are; what has not ended after ``timeout`` seconds is cancelled (False)."""
+        """Take no more requests, and wait for those that there are; what has not ended after ``timeout`` seconds is cancelled (False).
+
+        Raises OptionError on the session's own thread, which would wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            raise OptionError("a session is drained on the thread that runs its rounds, which cannot wait for itself; use another thread")
         with self._changed:
             self._draining = True
             self._changed.notify_all()
@@ -232,8 +240,14 @@ class BatchSession:
         with self._changed:
             self._draining = self._closing = True
             self._changed.notify_all()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        if threading.current_thread() is self._thread:
+            # In the middle of a tick; the memory goes with the session.
+            return
+        self._thread.join()
+        with self._changed:
+            closed, self._closed = self._closed, True
+        if not closed:
+            self._scheduler.close()
         self.backend.close()
 
     def _num_slots(self, slots: int | None) -> int:
@@ -260,7 +274,9 @@ class BatchSession:
         sampling_form(self.bundle.manifest, config)
         if config.drafter != "block":
             raise OptionError(f"drafter is {config.drafter!r}, and rounds that requests share are drafted by 'block' only")
-        return Variant(*chosen_variant(self.bundle.manifest, config), config.draft_steps)
+        num_proposals = self.bundle.manifest.drafter.num_proposals
+        # More steps than there are slots to fill draft the same, and what drafts alike shares rounds.
+        return Variant(*chosen_variant(self.bundle.manifest, config), min(config.draft_steps, num_proposals))
 
     def _limited(self, config: GenerationConfig) -> GenerationConfig:
         limit = self.limits.max_new_tokens
@@ -279,16 +295,17 @@ class BatchSession:
             raise Draining("no more requests are taken here: the session is about to end")
 
     def _idle(self) -> bool:
-        return not len(self._queue) and not self._scheduler.busy
+        return not len(self._queue) and not self._scheduler.busy and not self._working
 
     def _cancel_rest(self) -> bool:
-        for request in self._queue:
-            request.cancel()
-        for slot in self._scheduler.slots:
-            if slot is not None:
-                slot.request.cancel()
-        self._changed.notify_all()
-        self._changed.wait_for(lambda: self._idle() or self._failure is not None)
+        # Again and again: a request on its way from the queue to a slot is in neither for a moment.
+        while not self._idle() and self._failure is None:
+            for request in self._queue:
+                request.cancel()
+            for slot in self._scheduler.slots:
+                if slot is not None:
+                    slot.request.cancel()
+            self._changed.wait(_IDLE_SECONDS)
         return False
 
     # The thread.
@@ -306,6 +323,7 @@ class BatchSession:
                 if self._scheduler.busy or len(self._queue):
                     self._scheduler.tick()
                 with self._changed:
+                    self._working = False
                     self._changed.notify_all()
         except BaseException as problem:
             self._fail(f"the session ended: {type(problem).__name__}: {' '.join(str(problem).split())}")
@@ -317,7 +335,8 @@ class BatchSession:
         with self._changed:
             if not self._scheduler.busy and not self._closing and not len(self._queue):
                 self._changed.wait(_IDLE_SECONDS)
-            return not self._closing
+            self._working = not self._closing
+            return self._working
 
     def _drop_unwanted(self) -> None:
         with self._changed:
@@ -327,7 +346,7 @@ class BatchSession:
                 request.end("timed out", timed_out(request))
             else:
                 request.end_cancelled()
-            self._ended(request)
+            self._observers.finished(request)
 
     def _fail(self, reason: str | None) -> None:
         """End everything; ``reason`` None: because the session closes."""
@@ -344,14 +363,10 @@ class BatchSession:
 
         for request in dropped:
             end(request)
-            self._ended(request)
+            self._observers.finished(request)
         self._scheduler.abandon(end)
         with self._changed:
             self._changed.notify_all()
-
-    def _ended(self, request: Request) -> None:
-        for observer in self._observers:
-            observer.finished(request)
 
 
 class _Durations:
