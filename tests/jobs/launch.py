@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 from xpress_export.cli.main import COMMANDS, main
@@ -13,8 +14,10 @@ from xpress_runtime.jobs import process
 FAKE = (sys.executable, "-m", "tests.jobs.fake_worker")
 
 
-def no_bundle(*_given: Any, **_options: Any) -> None:
-    """In place of ``Bundle.open``: a scripted worker needs none."""
+def no_bundle(folder: Any, **_options: Any) -> Any:
+    """In place of ``Bundle.open``: a scripted worker needs none. Its name is its identity."""
+    model = {"origin": {"identity": str(folder)}}
+    return SimpleNamespace(manifest=SimpleNamespace(to_json=lambda: {"target": {**model}, "drafter": {**model}, "draft_model": None}))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from xpress_export.cli.main import COMMANDS
 from xpress_runtime.errors import OptionError
 from xpress_runtime.generation import GenerationConfig
 from xpress_runtime.jobs.job import Job, parse_job
+from xpress_runtime.jobs.results import bundle_identity
 from xpress_runtime.jobs.worker import prompt_of
 from xpress_runtime.session import Session
 
@@ -61,6 +63,7 @@ def test_rows_say_what_a_session_says(files: Files, tiny: Built, session: Sessio
         assert (row["input_tokens"], row["output_tokens"], row["rounds"]) == (len(prompt), 10 + number, expected.stats.rounds)
         assert row["mean_acceptance_length"] == expected.stats.mean_acceptance_length
         assert row["total_ms"] >= row["prefill_ms"] > 0 < row["verify_ms"]
+    assert {row["bundle"] for row in rows.values()} == {bundle_identity(tiny.bundle.manifest)}
     expected = session.generate([5, 6, 7], GenerationConfig(max_new_tokens=4, stop_token_ids=[3]))
     assert tuple(rows["openai"]["tokens"]) == expected.tokens
     for name, named in (("long", "capacity is 64"), ("text", "no tokenizer"), ("passes", "num_passes"), ("vocabulary", "61")):
@@ -68,6 +71,20 @@ def test_rows_say_what_a_session_says(files: Files, tiny: Built, session: Sessio
         assert named in rows[name]["error"]
     assert json.loads(result.out)["finished"] == 7
     assert files.events("worker ready")[0]["max_in_flight"] == 8
+
+
+def test_identity_is_that_of_the_content(tiny: Built) -> None:
+    manifest = tiny.bundle.manifest
+    same = bundle_identity(manifest)
+    assert len(same) == 16
+    moved = replace(manifest.target, origin=replace(manifest.target.origin, source="elsewhere"))
+    for changed in ({"parity": {"fp32": {}}}, {"built_with": {"torch": "0"}}, {"target": moved}):
+        assert bundle_identity(replace(manifest, **changed)) == same
+    other = replace(manifest.drafter, origin=replace(manifest.drafter.origin, identity="0" * 64))
+    name, record = next(iter(manifest.files.items()))
+    files = {**manifest.files, name: replace(record, sha256="0" * 64)}
+    for changed in ({"drafter": other}, {"files": files}, {"capacity": manifest.capacity + 1}):
+        assert bundle_identity(replace(manifest, **changed)) != same
 
 
 def test_bundle_that_is_none_is_refused_before_anything_is_read(files: Files) -> None:

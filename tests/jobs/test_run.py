@@ -121,6 +121,19 @@ def test_changed_job_is_refused_by_name(files: Files, batch: Batch) -> None:
     assert [row["id"] for row in files.rows()] == [2, 1]
 
 
+def test_another_bundle_is_refused_by_name(files: Files, batch: Batch) -> None:
+    files.write({1: "steps 1", 2: "steps 2"})
+    batch().assert_done()
+    (first,) = {row["bundle"] for row in files.rows()}
+    content = files.results.read_bytes()
+    batch("--bundle", "other").assert_refused(2, f"job 1 and 1 more ran with another bundle ({first}; this one is", "--redo-changed")
+    assert files.results.read_bytes() == content
+    batch("--bundle", "other", "--redo-changed").assert_done()
+    (second,) = {row["bundle"] for row in files.by_id().values()}
+    assert second != first
+    assert len(files.rows()) == 2
+
+
 def test_worker_that_dies_at_its_start_ends_the_run(files: Files, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_START", "die")
     files.write({1: "steps 1"})
@@ -165,6 +178,14 @@ def _once_started(files: Files, act: Any) -> None:
 def test_log_that_is_another_file_of_the_batch_is_refused(files: Files, batch: Batch) -> None:
     files.write({1: "steps 1"})
     batch("--log", files.jobs).assert_refused(2, "--log")
+    link = files.folder / "link"
+    os.link(files.jobs, link)
+    batch("--log", link).assert_refused(2, "--log")
+    files.results.touch()
+    link.unlink()
+    os.link(files.results, link)
+    batch("--log", link).assert_refused(2, "--log")
+    assert (len(files.jobs.read_bytes().splitlines()), files.results.read_bytes()) == (1, b"")
     batch("--log", files.folder / "missing" / "log").assert_refused(2, "--log", "cannot be written")
 
 

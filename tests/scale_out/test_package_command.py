@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from tests.conftest import Built
 from xpress_export.cli.package import command
-from xpress_runtime.errors import BundleError, OptionError
+from xpress_runtime.errors import BundleError, OptionError, OutputError
 
 
 def test_options_reach_the_model(tiny: Built, tmp_path: Path) -> None:
@@ -41,3 +41,14 @@ def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="holds no bundle"):
         CliRunner().invoke(command, [str(tmp_path), "--triton", str(tmp_path / "r")], catch_exceptions=False)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
+def test_a_place_where_no_folder_can_be_made_is_refused(tiny: Built) -> None:
+    for place in ("/proc", "/proc/repository"):
+        given = [str(tiny.bundle.folder), "--triton", place, "--name", "m"]
+        with pytest.raises(OutputError, match=f"{place}/m cannot be written: .*; give another --triton"):
+            CliRunner().invoke(command, [*given, "--link"], catch_exceptions=False)
+        # Copies need room, of which there is none either.
+        with pytest.raises(OutputError, match=f"{place}/m "):
+            CliRunner().invoke(command, given, catch_exceptions=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,8 +146,12 @@ def test_a_client_that_leaves_in_its_body(session: FakeSession) -> None:
     async def leave() -> dict[str, str]:
         return {"type": "http.disconnect"}
 
-    assert asyncio.run(_answer(app_of(session), leave)) == []
+    app = app_of(session)
+    assert asyncio.run(_answer(app, leave)) == []
     assert session.requests == []
+    # Nobody's defect.
+    counted = 'xpress_http_requests_total{method="POST",path="other",status="499"} 1.0'
+    assert counted in TestClient(app).get("/metrics").text
 
 
 @pytest.mark.parametrize("length", [b"1" * 5000, b"-1", b"x", b"\xb2"])
@@ -166,6 +171,8 @@ def test_a_full_queue() -> None:
     answer = client.post("/generate", json=BODY)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
     assert answer.json()["error"]["type"] == "rate_limit_error"
+    # The header alone says how long: a text that rounds otherwise would contradict it.
+    assert not re.search(r"\d s\b", answer.json()["error"]["message"])
     assert client.post("/generate", json={**BODY, "stream": True}).status_code == 429
     assert 'xpress_requests_total{outcome="queue_full"} 2.0' in client.get("/metrics").text
     held.close()

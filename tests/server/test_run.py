@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -122,6 +121,32 @@ def test_the_same_signal_again_cancels_too() -> None:
 
 
 @needs_signals
+def test_a_terminal_that_hangs_up_is_a_signal_to_drain() -> None:
+    with running("20", "slow") as (process, url):
+        streamed = Call(url, {"prompt": "hi", "max_tokens": 41, "stream": True})
+        until(url, 200, running=1)
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert events_of(streamed.done().text)[-1][1]["output_tokens"] == 41
+        out, err = process.communicate(timeout=20)
+        assert (process.returncode, out, err.count("\n")) == (0, "ended\n", 1)
+
+
+@needs_signals
+def test_nohup_is_heeded() -> None:
+    # What is ignored here stays so in a process that is started.
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with running("20") as (process, url):
+            process.send_signal(signal.SIGHUP)
+            time.sleep(0.3)
+            until(url, 200)
+            assert process.poll() is None
+    finally:
+        signal.signal(signal.SIGHUP, former)
+
+
+@needs_signals
 def test_draining_has_an_end() -> None:
     with running("0.2", "hold") as (process, url):
         plain = Call(url, {"prompt": "hi"})
@@ -147,17 +172,6 @@ def test_a_client_that_hangs_up_cancels_its_request() -> None:
             with pytest.raises(httpx.ReadTimeout):
                 httpx.post(f"{url}/generate", json={"prompt": "hi", "stream": stream}, timeout=0.3)
             until(url, 200, running=0)
-
-
-def test_requests_that_are_no_http_get_an_answer() -> None:
-    with running("20") as (_process, url):
-        host, _colon, port = url.removeprefix("http://").rpartition(":")
-        large = b"GET / HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 100_000
-        for sent in (b"nonsense\r\n\r\n", large, b"GET / HTTP/1.1\r\nhost: a\r\ncontent-length: -5\r\n\r\n"):
-            with socket.create_connection((host, int(port)), 5) as connection:
-                connection.sendall(sent)
-                assert b"400" in connection.recv(1000).split(b"\r\n")[0]
-        assert httpx.get(f"{url}/ready").status_code == 200
 
 
 def test_a_port_that_is_taken() -> None:

@@ -66,7 +66,7 @@ class SecondsType(click.ParamType["float"]):
     ),
     click.option("--drain", type=SecondsType(), default="0s", show_default=True, help="After Ctrl-C: time for the jobs that run."),
     click.option("--retry-failed", is_flag=True, help="Run jobs again that failed or timed out in an earlier run."),
-    click.option("--redo-changed", is_flag=True, help="Run jobs again that have changed in IN.jsonl since."),
+    click.option("--redo-changed", is_flag=True, help="Run jobs again that changed in IN.jsonl or ran with another bundle."),
     click.option("--log", type=click.Path(path_type=Path, dir_okay=False), help="Append a JSON object a line for each event to this file."),
 )
 @session_options
@@ -100,15 +100,16 @@ def command(
     from xpress_runtime.jobs import process
     from xpress_runtime.jobs.intake import InputProblems, JobFile
     from xpress_runtime.jobs.journal import Journal
-    from xpress_runtime.jobs.results import Results
+    from xpress_runtime.jobs.lock import is_same_file, lock_path
+    from xpress_runtime.jobs.results import Results, bundle_identity
     from xpress_runtime.jobs.run import BatchOptions, BatchRun
 
     options = BatchOptions(retries, retry_delay, timeout, grace, drain, max_in_flight)
     settings = process.WorkerSettings(bundle, backend, slots, threads, not no_verify, runtime_cache)
     # Whether it is one shows in a moment; its files are hashed by the worker.
-    Bundle.open(bundle, verify=False)
-    if log is not None and log.resolve() in (jobs.resolve(), results.resolve()):
-        raise OptionError(f"--log {log} is a file of the jobs or of their results; give another one")
+    identity = bundle_identity(Bundle.open(bundle, verify=False).manifest)
+    if log is not None and any(is_same_file(log, path) for path in (jobs, results, lock_path(results))):
+        raise OptionError(f"--log {log} is the file of the jobs, of their results or of the lock; give another one")
     try:
         opened = JobFile.open(jobs)
     except InputProblems as problems:
@@ -117,7 +118,7 @@ def command(
         raise
     with (
         opened,
-        Results.open(results, opened, retry_failed=retry_failed, redo_changed=redo_changed) as written,
+        Results.open(results, opened, identity, retry_failed=retry_failed, redo_changed=redo_changed) as written,
         Journal(log) as journal,
         _bar(len(opened), quiet=as_json) as on_row,
     ):

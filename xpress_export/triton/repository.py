@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +87,10 @@ def write_model(
     size = sum((bundle.folder / file).stat().st_size for file in files)
     requirement = f"xpress-export[{_extra(bundle, options.backend)}]=={VERSION}"
     comment = f"Written by xpress-export {VERSION}. The environment of Triton's Python backend needs:\n  pip install '{requirement}'"
-    with staged_folder(output, needed_bytes=0 if link else size, replace=overwrite, advice=_ADVICE, written=_WRITTEN) as staging:
+    with ExitStack() as stack:
+        with _place_errors(output):
+            needed = 0 if link else size
+            staging = stack.enter_context(staged_folder(output, needed_bytes=needed, replace=overwrite, advice=_ADVICE, written=_WRITTEN))
         version = staging / _VERSION_FOLDER
         for file in files:
             _place(bundle.folder / file, version / "bundle" / file, link=link)
@@ -105,6 +109,15 @@ def write_model(
         }
         (staging / NOTE_FILE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
     return Packaged(output, name, requirement, size, link)
+
+
+@contextmanager
+def _place_errors(output: Path) -> Iterator[None]:
+    """Where no folder can be made, some file systems (/proc) say that it is not there."""
+    try:
+        yield
+    except FileNotFoundError as problem:
+        raise OutputError(f"{output} cannot be written: {problem.strerror}; give another --triton") from None
 
 
 def default_name(bundle: Bundle) -> str:

@@ -7,26 +7,33 @@ killed loses nothing, a machine that loses power at most the rows of the last se
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import re
 import stat
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal, Self
 
-from xpress_runtime.errors import EnvironmentProblem, OptionError, OutputError
+from xpress_runtime.errors import OptionError, OutputError
 from xpress_runtime.jobs.intake import JobFile
+from xpress_runtime.jobs.lock import Lock, is_same_file, lock_path
+from xpress_runtime.manifest import Manifest
 
 Status = Literal["finished", "timeout", "failed"]
 
 STATUSES: tuple[Status, ...] = ("finished", "timeout", "failed")
 # In the order in which a row has them.
 ROW_FIELDS = (
-    *("id", "job", "status", "attempts", "error", "input_tokens", "output_tokens", "accepted_tokens", "output", "tokens", "finish_reason"),
+    *("id", "job", "bundle", "status", "attempts", "error"),
+    *("input_tokens", "output_tokens", "accepted_tokens", "output", "tokens", "finish_reason"),
     *("prefill_ms", "draft_ms", "refine_ms", "verify_ms", "queued_ms", "total_ms", "rounds", "mean_acceptance_length", "seed"),
 )
 _MAX_ROW_BYTES = 64 * 1024 * 1024
@@ -49,48 +56,54 @@ class Earlier:
 
 
 class Results:
-    """The open file, this process's alone. ``earlier`` is what earlier runs have left in it."""
+    """The open file, this process's alone. ``earlier`` is what earlier runs have left in it, ``bundle`` the identity that rows name."""
 
-    def __init__(self, path: Path, descriptor: int, lock: _Lock, earlier: Earlier) -> None:
+    def __init__(self, path: Path, bundle: str, descriptor: int, lock: Lock, earlier: Earlier, *, is_new: bool) -> None:
         self.path = path
+        self.bundle = bundle
         self.earlier = earlier
         self._descriptor = descriptor
         self._lock = lock
+        self._is_new = is_new
         self._size = os.fstat(descriptor).st_size
         self._synced = time.monotonic()
         self._dirty = False
 
     @classmethod
-    def open(cls, path: Path, jobs: JobFile, *, retry_failed: bool = False, redo_changed: bool = False) -> Self:
-        """Open or make the file for these jobs.
+    def open(cls, path: Path, jobs: JobFile, bundle: str, *, retry_failed: bool = False, redo_changed: bool = False) -> Self:
+        """Open or make the file for these jobs and this bundle (see :func:`bundle_identity`).
 
         ``retry_failed``: rows of jobs that failed or timed out are taken out, so that they run again; ``redo_changed``: the same for jobs
-        that asked for something else when they ran. Raises OptionError where another run has the file or where it holds anything but rows
-        of these jobs, and changes nothing then; OSError of the disk.
+        that asked for something else when they ran, or ran with another bundle. Raises OptionError where another run has the file or where
+        it holds anything but rows of these jobs, OutputError where there can be no such file, and changes nothing then; OSError of the
+        disk.
         """
         # Two names of one file are one lock, and replacing it must not replace a link to it.
-        path = path.resolve()
-        if path.exists() and path.samefile(jobs.path):
-            raise OptionError(f"{path} is the file of the jobs too; give results another one")
-        if not path.parent.is_dir():
-            raise OutputError(f"{path.parent} is no folder; make it first")
-        if path.exists() and not path.is_file():
-            raise OutputError(f"{path} is no regular file, and a run that is resumed must read it; give another one")
-        lock = _Lock(path.with_name(path.name + ".lock"), path)
-        descriptor = -1
-        try:
-            earlier = _read_earlier(path, jobs, retry_failed=retry_failed, redo_changed=redo_changed)
-            if earlier.again:
-                _rewrite(path, jobs, earlier)
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            if earlier.torn and not earlier.again:
-                os.ftruncate(descriptor, earlier.size)
-            return cls(path, descriptor, lock, earlier)
-        except BaseException:
-            if descriptor >= 0:
-                os.close(descriptor)
-            lock.release()
-            raise
+        path = Path(os.path.realpath(path))
+        with _place_errors(path):
+            if is_same_file(path, jobs.path):
+                raise OptionError(f"{path} is the file of the jobs too; give results another one")
+            if not path.parent.is_dir():
+                raise OutputError(f"{path.parent} is no folder; make it first")
+            if path.exists() and not path.is_file():
+                raise OutputError(f"{path} is no regular file, and a run that is resumed must read it; give another one")
+            if is_same_file(lock_path(path), jobs.path):
+                raise OptionError(f"{jobs.path} is the file of the jobs, and the lock of {path.name} goes there; give results another name")
+            lock = Lock(path)
+            descriptor = -1
+            try:
+                earlier = _read_earlier(path, jobs, bundle, retry_failed=retry_failed, redo_changed=redo_changed)
+                if earlier.again:
+                    _rewrite(path, jobs, earlier)
+                descriptor, is_new = _open(path)
+                if earlier.torn and not earlier.again:
+                    os.ftruncate(descriptor, earlier.size)
+                return cls(path, bundle, descriptor, lock, earlier, is_new=is_new)
+            except BaseException:
+                if descriptor >= 0:
+                    os.close(descriptor)
+                lock.release()
+                raise
 
     def __enter__(self) -> Self:
         return self
@@ -100,8 +113,8 @@ class Results:
             self.sync()
         finally:
             os.close(self._descriptor)
-            if not self._size:
-                # A run that wrote nothing leaves nothing.
+            if self._is_new and not self._size:
+                # A run that wrote nothing leaves nothing of its own.
                 self.path.unlink(missing_ok=True)
             self._lock.release()
 
@@ -131,38 +144,46 @@ class Results:
         self._dirty, self._synced = False, time.monotonic()
 
 
-class _Lock:
-    """A file beside the results that one process at a time holds; the system lets go of it when the process ends, however it does."""
+def bundle_identity(manifest: Manifest) -> str:
+    """What tells one bundle from another, as 16 hexadecimal digits: its checkpoints, its settings and the content of its files.
 
-    def __init__(self, path: Path, guarded: Path) -> None:
-        try:
-            import fcntl
-        except ImportError:
-            raise EnvironmentProblem("batch needs file locks of POSIX, which this system does not have") from None
-        self.path = path
-        while True:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(self._descriptor)
-                raise OptionError(f"{guarded} is being written by another run; wait for it, or give another file") from None
-            # Who held it before may have removed the file between the two calls.
-            if path.exists() and os.path.samestat(os.fstat(self._descriptor), path.stat()):
-                return
-            os.close(self._descriptor)
-
-    def release(self) -> None:
-        self.path.unlink(missing_ok=True)
-        os.close(self._descriptor)
+    Not where it lies, where its checkpoints lay, what built it, and what its parity runs found.
+    """
+    values = {name: value for name, value in manifest.to_json().items() if name not in ("built_with", "parity")}
+    for model in ("target", "drafter", "draft_model"):
+        if values[model] is not None:
+            values[model]["origin"] = values[model]["origin"]["identity"]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode("ascii")).hexdigest()[:16]
 
 
-def _read_earlier(path: Path, jobs: JobFile, *, retry_failed: bool, redo_changed: bool) -> Earlier:
+@contextmanager
+def _place_errors(path: Path) -> Iterator[None]:
+    """A place where no file can be is the user's error, a disk that fails is none."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno in (errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR):
+            raise OutputError(f"{path} and its lock cannot be written: {problem.strerror}; give results another place or name") from None
+        raise
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """A descriptor that appends, and whether the file was made for it."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    try:
+        return os.open(path, flags | os.O_EXCL, 0o666), True
+    except FileExistsError:
+        return os.open(path, flags, 0o666), False
+
+
+def _read_earlier(path: Path, jobs: JobFile, bundle: str, *, retry_failed: bool, redo_changed: bool) -> Earlier:
     earlier = Earlier(bytearray(len(jobs)))
     if not path.exists():
         return earlier
     seen = bytearray(len(jobs))
     changed: list[int] = []
+    foreign: list[int] = []
+    others: set[str] = set()
     with path.open("rb") as file:
         for number, line in enumerate(_lines(file), 1):
             if not line.endswith(b"\n") and _is_torn(line):
@@ -184,16 +205,28 @@ def _read_earlier(path: Path, jobs: JobFile, *, retry_failed: bool, redo_changed
                 earlier.again.add(job)
             elif row["job"] != jobs.digest(job):
                 changed.append(job)
+            elif row["bundle"] != bundle:
+                foreign.append(job)
+                others.add(row["bundle"])
             else:
                 earlier.statuses[job] = 1 + STATUSES.index(row["status"])
     if changed and not redo_changed:
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise OptionError(
-            f"{path}: job {jobs.ids[changed[0]]!r}{more} asked for something else when it ran; "
+            f"{path}: job {_named(changed, jobs)} asked for something else when it ran; "
             "give --redo-changed to run it again, or another file"
         )
-    earlier.again.update(changed)
+    if foreign and not redo_changed:
+        raise OptionError(
+            f"{path}: job {_named(foreign, jobs)} ran with another bundle ({', '.join(sorted(others)[:3])}; this one is {bundle}); "
+            "give that bundle, --redo-changed to run it again, or another file"
+        )
+    earlier.again.update(changed, foreign)
     return earlier
+
+
+def _named(found: list[int], jobs: JobFile) -> str:
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return f"{jobs.ids[found[0]]!r}{more}"
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
@@ -205,7 +238,8 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 def _row(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         row = json.loads(line)
-        sound = row["status"] in STATUSES and isinstance(row["job"], str) and type(row["id"]) in (str, int) and set(ROW_FIELDS) <= set(row)
+        sound = row["status"] in STATUSES and type(row["id"]) in (str, int) and set(ROW_FIELDS) <= set(row)
+        sound = sound and isinstance(row["job"], str) and isinstance(row["bundle"], str)
     except (ValueError, TypeError, LookupError, RecursionError):
         sound = False
     if not sound or not line.endswith(b"\n"):
@@ -228,9 +262,12 @@ def _is_torn(line: bytes) -> bool:
 
 def _rewrite(path: Path, jobs: JobFile, earlier: Earlier) -> None:
     """Take the rows of ``earlier.again`` out; the file is the old one or the new one at any moment."""
-    partial = path.with_name(path.name + ".partial")
+    partial = None
     try:
-        with path.open("rb") as old, partial.open("wb") as new:
+        # A name that nothing has.
+        descriptor, name = tempfile.mkstemp(prefix=".xpress-batch-", suffix=".partial", dir=path.parent)
+        partial = Path(name)
+        with os.fdopen(descriptor, "wb") as new, path.open("rb") as old:
             while old.tell() < earlier.size:
                 line = old.readline()
                 if jobs.numbers[json.loads(line)["id"]] not in earlier.again:
@@ -242,4 +279,5 @@ def _rewrite(path: Path, jobs: JobFile, earlier: Earlier) -> None:
     except OSError as problem:
         raise OSError(problem.errno, problem.strerror, str(path)) from None
     finally:
-        partial.unlink(missing_ok=True)
+        if partial is not None:
+            partial.unlink(missing_ok=True)

@@ -311,6 +311,7 @@ class BatchRun:
         told = {
             "id": self._jobs.ids[number],
             "job": self._jobs.digest(number),
+            "bundle": self._results.bundle,
             "status": status,
             "attempts": flight.attempt,
             "error": error,

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from xpress_runtime.server.metrics import Metrics
-from xpress_runtime.server.problems import ApiError, shown
+from xpress_runtime.server.problems import CLIENT_GONE, ApiError, shown
 
 logger = logging.getLogger("xpress_runtime.server")
 
@@ -32,16 +32,19 @@ class Observed:
             return
         started = time.perf_counter()
         method = scope["method"] if scope["method"] in _METHODS else "other"
-        status = 500
+        status, has_begun = 500, False
 
         async def note(message: Message) -> None:
-            nonlocal status
+            nonlocal status, has_begun
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, has_begun = message["status"], True
             await send(message)
 
         try:
             await self._app(scope, receive, note)
+            if not has_begun:
+                # Nobody was left to answer.
+                status = CLIENT_GONE
         finally:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.http(route, method, status)

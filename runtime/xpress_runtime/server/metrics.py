@@ -26,7 +26,7 @@ class Metrics:
 
     def __init__(self, session: BatchSession) -> None:
         # When each series began: a line for every other line, and of no use here.
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._num_proposals = session.bundle.manifest.drafter.num_proposals
         lengths = tuple(range(1, self._num_proposals + 2))

@@ -1,6 +1,6 @@
 """Runs an application until it is told to end: it listens, and at the first signal finishes what it has.
 
-SIGTERM or Ctrl-C: no new requests, those that are there go on, then the end. A second one, a moment later, cancels them.
+SIGTERM, Ctrl-C or SIGHUP: no new requests, those that are there go on, then the end. A second one, a moment later, cancels them.
 Knows uvicorn and signals.
 """
 
@@ -10,10 +10,12 @@ import asyncio
 import errno
 import ipaddress
 import logging
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 import uvicorn
@@ -21,15 +23,17 @@ from fastapi import FastAPI
 from sse_starlette.sse import AppStatus
 
 from xpress_runtime.errors import EnvironmentProblem, OptionError
+from xpress_runtime.server.connections import Room, connection_limits
 from xpress_runtime.server.work import Service
 
 logger = logging.getLogger("xpress_runtime.server")
 
-BACKLOG = 1024
 # Seconds for answers that are complete to reach their clients.
 _FLUSH_SECONDS = 5
 # Within which the same signal again is the same wish.
 _SAME_SIGNAL_SECONDS = 0.5
+# Not every system has it.
+_HANGUP: int | None = getattr(signal, "SIGHUP", None)
 _REASONS = {
     errno.EADDRINUSE: "the port is taken",
     errno.EACCES: "this user may not",
@@ -81,19 +85,34 @@ def serve(app: FastAPI, listener: socket.socket, *, drain_seconds: float, on_lis
     assert isinstance(service, Service)
     # It would cut event streams at the first signal; here they end with their requests.
     AppStatus.enable_automatic_graceful_drain = False
+    max_connections, backlog = connection_limits()
+    room = Room(service.settings.max_connections or max_connections, service.settings.head_seconds)
     config = uvicorn.Config(
         app,
-        # The one of uvicorn's readers that bounds the size of headers.
-        http="h11",
+        # Over the one of uvicorn's readers that bounds the size of headers.
+        http=room.protocol(),
         log_config=None,
         access_log=False,
         lifespan="off",
         ws="none",
         server_header=False,
-        backlog=BACKLOG,
+        backlog=backlog,
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
     _DrainingServer(config, service, drain_seconds, on_listening).run(sockets=[listener])
+
+
+@contextmanager
+def _hangup_as(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    # Ignored is how nohup keeps a server alive. Only the main thread may set what signals do.
+    if _HANGUP is None or threading.current_thread() is not threading.main_thread() or signal.getsignal(_HANGUP) in (signal.SIG_IGN, None):
+        yield
+        return
+    former = signal.signal(_HANGUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(_HANGUP, former)
 
 
 class _DrainingServer(uvicorn.Server):
@@ -120,9 +139,17 @@ class _DrainingServer(uvicorn.Server):
         if self._on_listening is not None:
             self._on_listening()
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with _hangup_as(self.handle_exit), super().capture_signals():
+            yield
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         # In the middle of whatever runs, so it only takes note; a tick follows within a tenth of a second.
         now = time.monotonic()
+        if sig == _HANGUP:
+            # A service manager may send both, one after the other.
+            sig = signal.SIGTERM
         # A terminal signals the server and whatever started it, which passes the same one on.
         if sig != self._last_signal or now - self._last_time > _SAME_SIGNAL_SECONDS:
             self._num_signals += 1

@@ -19,14 +19,17 @@ class ServerSettings:
     """Settings of one server.
 
     ``api_keys``: any of them opens the server, none leaves it open. ``max_body_bytes``: of a request's body. ``body_seconds``: in which the
-    body must have arrived. ``model_name``: None for the name of the bundle's target. ``model_created``: seconds since 1970. Raises
-    OptionError.
+    body must have arrived. ``head_seconds``: in which a connection must bring the head of its first request, and of each further one.
+    ``max_connections``: None for as many as the process may open files, less some. ``model_name``: None for the name of the bundle's
+    target. ``model_created``: seconds since 1970. Raises OptionError.
     """
 
     # Not shown: a representation ends up in logs.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     max_body_bytes: int = 1024 * 1024
     body_seconds: float = 30.0
+    head_seconds: float = 30.0
+    max_connections: int | None = None
     model_name: str | None = None
     model_created: int = field(default_factory=lambda: int(time.time()))
 
@@ -35,8 +38,11 @@ class ServerSettings:
             check_key(key, "an API key")
         if self.max_body_bytes < 1:
             raise OptionError(f"max_body_bytes is {self.max_body_bytes}, expected at least 1")
-        if not self.body_seconds > 0:
-            raise OptionError(f"body_seconds is {self.body_seconds}, expected more than 0")
+        for name, seconds in (("body_seconds", self.body_seconds), ("head_seconds", self.head_seconds)):
+            if not seconds > 0:
+                raise OptionError(f"{name} is {seconds}, expected more than 0")
+        if self.max_connections is not None and self.max_connections < 1:
+            raise OptionError(f"max_connections is {self.max_connections}, expected at least 1")
         if self.model_name is not None and not (self.model_name and self.model_name.isprintable()):
             raise OptionError(f"the model's name is {self.model_name!r}, expected printable text")
 
