@@ -1,10 +1,10 @@
 """What sharing rounds brings: the same requests one at a time and in shared rounds, decoded plainly, drafted, and drafted while it pays.
 
-    python benchmarks/serving.py BUNDLE [--slots 8] [--requests 32] [--max-tokens 64] [--repeats 3] [--output serving.json]
+    python benchmarks/serving.py BUNDLE [--slots 8] [--requests 32] [--max-tokens 64] [--repeats 3] [--peer TARGET] [--output serving.json]
 
 Every way runs in every repetition, and every text must be the one that plain decoding gives one at a time (exit code 1 otherwise). Two
 loads: all requests at once, for tokens per second; and arrivals at random times, at 60 % of what the session manages, for the times that a
-user sees.
+user sees. ``--peer``: transformers as well, on the same target, in batches of as many requests as there are slots, padded at the left.
 """
 
 from __future__ import annotations
@@ -113,6 +113,37 @@ def together(
     return sum(map(len, tokens)) / (time.perf_counter() - started), tokens, times
 
 
+class Peer:
+    """transformers' ``generate`` on batches: all of one batch begin together, and the next begins when the last one has ended."""
+
+    def __init__(self, target: Path, threads: int | None) -> None:
+        import torch
+        import transformers
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        place = {"gguf_file": target.name} if target.is_file() else {}
+        folder = target.parent if target.is_file() else target
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left", **place)
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **place).eval()
+
+    def generate(self, prompts: Sequence[Any], max_tokens: int, slots: int) -> tuple[float, list[tuple[int, ...]]]:
+        """Tokens per second, and the tokens up to the first that ends a text."""
+        ends = self._model.generation_config.eos_token_id
+        ends = set(ends if isinstance(ends, list) else [ends])
+        found: list[tuple[int, ...]] = []
+        started = time.perf_counter()
+        for first in range(0, len(prompts), slots):
+            inputs = self._tokenizer.apply_chat_template(
+                list(prompts[first : first + slots]), add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+            )
+            output = self._model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+            for row in output[:, inputs["input_ids"].shape[1] :].tolist():
+                length = next((index + 1 for index, token in enumerate(row) if token in ends), len(row))
+                found.append(tuple(row[:length]))
+        return sum(map(len, found)) / (time.perf_counter() - started), found
+
+
 def read_prompts(count: int) -> list[Any]:
     """Chat requests of the held-out prompts, from the first one on again where there are fewer."""
     lines = PROMPTS.read_text(encoding="utf-8").splitlines()
@@ -128,9 +159,18 @@ def read_prompts(count: int) -> list[Any]:
 @click.option("--repeats", default=3, show_default=True)
 @click.option("--backend", default="auto", show_default=True)
 @click.option("--threads", type=int)
+@click.option("--peer", type=click.Path(exists=True, path_type=Path), help="The bundle's target: measure transformers on it too.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write every figure as JSON.")
 def main(
-    bundle: Path, slots: int, num_requests: int, max_tokens: int, repeats: int, backend: str, threads: int | None, output: Path | None
+    bundle: Path,
+    slots: int,
+    num_requests: int,
+    max_tokens: int,
+    repeats: int,
+    backend: str,
+    threads: int | None,
+    peer: Path | None,
+    output: Path | None,
 ) -> None:
     """Measure BUNDLE."""
     prompts = read_prompts(num_requests)
@@ -139,6 +179,7 @@ def main(
     paced: dict[str, list[dict[str, float]]] = {}
     differing: list[str] = []
     at_once = [0.0] * num_requests
+    other = None if peer is None else Peer(peer, threads)
     limits = Limits(max_queue=num_requests)
     with (
         Session.open(bundle, backend, threads=threads) as alone,
@@ -173,6 +214,9 @@ def main(
                 delays = [spread.expovariate(1 / seconds_per_request) for _ in prompts]
                 measured = run(f"{name}, paced", lambda config=config, delays=delays: together(shared, rounds, prompts, config, delays))  # type: ignore[misc]
                 paced.setdefault(name, []).append(measured[2].to_json())
+            if other is not None:
+                name = f"transformers, batches of {slots}"
+                rates.setdefault(name, []).append(run(name, lambda: other.generate(prompts, max_tokens, slots))[0])  # type: ignore[union-attr]
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begun
     figures = {
         "slots": slots,
