@@ -10,6 +10,8 @@ import pytest
 
 from tests.server.conftest import app_of
 from tests.server.fake import MODEL, FakeSession, FakeTokenizer
+from xpress_runtime.errors import BundleError
+from xpress_runtime.server.problems import refused
 
 CALLS = [
     ("/generate", {"prompt": "hi"}),
@@ -119,3 +121,10 @@ def test_all_can_be_cancelled() -> None:
     (plain, streamed), _left = asyncio.run(cancelled())
     assert plain.sent[0]["status"] == 503
     assert b'"code":"cancelled"' in b"".join(message.get("body", b"") for message in streamed.sent)
+
+
+def test_a_damaged_bundle_is_not_the_clients_fault(caplog: pytest.LogCaptureFixture) -> None:
+    problem = refused(BundleError("bundle/graphs/head.onnx is missing"))
+    assert problem.status_code == 500
+    assert "head.onnx" not in str(problem.body())
+    assert "head.onnx" in caplog.text

@@ -7,6 +7,7 @@ nothing of what routes do.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -19,8 +20,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
-from xpress_runtime.errors import EnvironmentProblem, PromptError, UserError, XpressError
+from xpress_runtime.errors import BundleError, EnvironmentProblem, PromptError, UserError, XpressError
 from xpress_runtime.serving import Draining, QueueFull, RequestCancelled, RequestTimedOut
+
+logger = logging.getLogger("xpress_runtime.server")
 
 MAX_SHOWN = 80
 MAX_MESSAGE = 1000
@@ -172,6 +175,10 @@ def refused(problem: XpressError, fields: Mapping[str, str] | None = None, *, pr
         return ApiError(503, message, code="cancelled", retry_after=RETRY_SECONDS)
     if isinstance(problem, PromptError):
         return ApiError(400, message, param=prompt, code="invalid_value")
+    if isinstance(problem, BundleError):
+        # Of whoever runs the server, and its paths are not for clients.
+        logger.error("%s", problem)
+        return ApiError(500, "a part of the model that this request needs cannot be loaded; the server's log names it", code="bundle")
     if isinstance(problem, UserError):
         name, space, rest = message.partition(" ")
         known = (fields or {}).get(name)

@@ -121,9 +121,8 @@ class BatchSession:
     ) -> Self:
         """Open a bundle folder on a backend; as :meth:`Session.open`.
 
-        ``slots``: requests that run at a time; more than the bundle's batch only where shapes are flexible, as on a CPU. None:
-        the bundle's batch, and there at least 4.
-        Raises BundleError, OptionError and EnvironmentProblem.
+        ``slots``: requests that run at a time; more than the bundle's batch only where shapes are flexible, as on a CPU. None: the
+        bundle's batch, and there at least 4. Raises BundleError, OptionError and EnvironmentProblem.
         """
         if threads is not None and threads < 1:
             raise OptionError(f"threads is {threads}, expected at least 1")
