@@ -24,9 +24,11 @@ SHARING = {
     "sampling": "sampling",
     "engines": "complete bundle",
     "parity": "complete bundle",
+    "runtime/backends": "trained bundle",
     "jobs": "tiny bundle",
     "scale_out": "tiny bundle",
     "server": "tiny bundle",
+    "serving": "serving",
 }
 
 
@@ -40,11 +42,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.sched_setaffinity(0, own or cores)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests stay together where several processes run them: those of a file, or of a folder that shares more."""
+    """Which tests stay together where several processes run them: those of a file, or of a folder that shares more.
+
+    First, so that xdist, which reads the marks in a hook of the same name, finds them.
+    """
     for item in items:
         place = item.path.relative_to(Path(__file__).parent)
-        item.add_marker(pytest.mark.xdist_group(SHARING.get(place.parts[0], place.as_posix())))
+        group = next((group for folder, group in SHARING.items() if place.is_relative_to(folder)), place.as_posix())
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session", autouse=True)

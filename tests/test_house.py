@@ -242,6 +242,12 @@ def test_command_line_runs_from_a_checkout(tmp_path: Path) -> None:
     assert "Usage:" in done.stdout
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="one process runs everything")
+def test_what_tests_share_is_made_in_one_process(request: pytest.FixtureRequest) -> None:
+    """xdist tells groups by what it adds to a test's id; a pytest that it does not know loses that without a word."""
+    assert request.node.nodeid.endswith("@test_house.py")
+
+
 # How it is written.
 
 
