@@ -10,11 +10,12 @@ from click.testing import CliRunner
 
 from tests.conftest import Built
 from xpress_export.cli.package import command
+from xpress_runtime.bundle import Bundle
 from xpress_runtime.errors import BundleError, OptionError, OutputError
 
 
-def test_options_reach_the_model(tiny: Built, tmp_path: Path) -> None:
-    given = [str(tiny.bundle.folder), "--triton", str(tmp_path), "--name", "m", "--backend", "ort-cpu", "--slots", "3", "--threads", "2"]
+def test_options_reach_the_model(own: Bundle, tmp_path: Path) -> None:
+    given = [str(own.folder), "--triton", str(tmp_path), "--name", "m", "--backend", "ort-cpu", "--slots", "3", "--threads", "2"]
     given += ["--instances", "2", "--max-queue", "5", "--max-tokens", "40", "--timeout", "9", "--link", "--json"]
     done = CliRunner().invoke(command, given, catch_exceptions=False)
     assert done.exit_code == 0, done.output

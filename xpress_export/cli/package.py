@@ -22,7 +22,12 @@ from xpress_export.cli.options import bundle_argument, combined, json_option
     click.option("--max-queue", type=click.IntRange(0), default=64, show_default=True, help="Requests that wait for a slot."),
     click.option("--max-tokens", type=click.IntRange(1), help="Most output tokens of a request. Default: the bundle's capacity."),
     click.option("--timeout", type=click.FloatRange(0, min_open=True), help="Seconds that a request may take. Default: no limit."),
-    click.option("--link/--copy", "link", default=False, help="Hard links to the bundle's files instead of copies (the default)."),
+    click.option(
+        "--link/--copy",
+        "link",
+        default=False,
+        help="Hard links to the bundle's files instead of copies (the default). The onnx package refuses to load linked weights.",
+    ),
     click.option("--force", is_flag=True, help="Replace a model that was packaged before."),
     json_option,
 )
