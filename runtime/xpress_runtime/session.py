@@ -209,10 +209,7 @@ class GenerationStream(Iterator[Piece]):
         committed = self._loop.round(self.stats)
         num_emitted = int(committed.num_emitted[0])
         piece = self._progress.push(committed.tokens[0, :num_emitted].tolist())
-        self.stats.proposals.append(committed.width - 1)
-        self.stats.acceptance_lengths.append(num_emitted)
-        self.stats.kept_lengths.append(len(piece.tokens))
-        self.stats.decode_seconds += time.perf_counter() - started
+        self.stats.record_round(committed.width - 1, num_emitted, len(piece.tokens), time.perf_counter() - started)
         return piece
 
     def _report(self) -> None:

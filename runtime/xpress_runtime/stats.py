@@ -47,6 +47,13 @@ class GenerationStats:
     decode_seconds: float = 0.0
     prefill_seconds: float = 0.0
 
+    def record_round(self, num_proposals: int, num_emitted: int, num_kept: int, seconds: float) -> None:
+        """A round verified ``num_proposals``, emitted and kept so many tokens, and took that long; its stages are counted apart."""
+        self.proposals.append(num_proposals)
+        self.acceptance_lengths.append(num_emitted)
+        self.kept_lengths.append(num_kept)
+        self.decode_seconds += seconds
+
     @property
     def rounds(self) -> int:
         """Verifications by the target (in plain decoding: steps)."""

@@ -21,9 +21,9 @@ from xpress_runtime.serving import Step
 from xpress_runtime.stats import Stage
 
 DEFAULT_TOKENS = 128
-# GenerationConfig's names that are others here.
 # Milliseconds and shares are told with this many.
 _DIGITS = 4
+# GenerationConfig's names that are others here.
 _FIELDS = {name: name for name in GenerateRequest.model_fields} | {"max_new_tokens": "max_tokens"}
 
 

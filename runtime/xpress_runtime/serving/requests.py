@@ -16,7 +16,7 @@ from typing import Literal
 from xpress_runtime.errors import XpressError
 from xpress_runtime.generation import FinishReason, GenerationConfig, GenerationResult
 from xpress_runtime.progress import RequestProgress
-from xpress_runtime.serving.errors import RequestCancelled
+from xpress_runtime.serving.errors import RequestCancelled, RequestTimedOut
 from xpress_runtime.stats import GenerationStats, Stage
 
 logger = logging.getLogger("xpress_runtime.serving")
@@ -161,8 +161,17 @@ class Request:
     def end_cancelled(self) -> None:
         self.end("cancelled", RequestCancelled("the request was cancelled"))
 
-    def is_late(self) -> bool:
-        return self.deadline is not None and self._elapsed() > self.deadline
+    def is_unwanted(self) -> bool:
+        """Whether it was cancelled or its time is up."""
+        return not self.wanted or (self.deadline is not None and self._elapsed() > self.deadline)
+
+    def end_unwanted(self) -> None:
+        """It gets nothing more, because it was cancelled, or else because its time is up."""
+        if not self.wanted:
+            self.end_cancelled()
+            return
+        reached = f"it was {self.state}, with {len(self.progress.tokens)} tokens so far"
+        self.end("timed out", RequestTimedOut(f"the request has not ended within {self.deadline:.4g} s: {reached}"))
 
     def _tell(self, step: Step | None) -> None:
         if self._on_step is None:

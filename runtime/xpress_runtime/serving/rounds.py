@@ -19,7 +19,7 @@ from xpress_runtime.generation import GenerationConfig
 from xpress_runtime.plan import Committed, Plan, Round
 from xpress_runtime.prefill import PromptReader
 from xpress_runtime.sampling import SamplingForm
-from xpress_runtime.serving.taps import Rows, RowTaps
+from xpress_runtime.serving.taps import Rows, RowTaps, num_computed
 from xpress_runtime.verification import SamplingMemory, Verification
 
 
@@ -132,7 +132,7 @@ class RowRounds:
         return self.plan.collect(current)
 
     def _take(self, rows: Rows, active: Rows | None) -> None:
-        self.plan.run_on_front(int(np.flatnonzero(rows)[-1]) + 1)
+        self.plan.run_on_front(num_computed(rows))
         self.plan.buffers.active.write((rows if active is None else active).astype(np.int64))
 
     def _drafting(self) -> NDArray[np.int64]:

@@ -21,11 +21,10 @@ from xpress_runtime.errors import XpressError
 from xpress_runtime.generation import GenerationConfig, Piece
 from xpress_runtime.plan import Plan
 from xpress_runtime.prefill import PromptReader
-from xpress_runtime.serving.errors import RequestTimedOut
 from xpress_runtime.serving.observers import Observers, RoundReport
 from xpress_runtime.serving.requests import Origin, Request, Step, StepToken
 from xpress_runtime.serving.rounds import RowRound, RowRounds, Variant
-from xpress_runtime.serving.taps import Rows
+from xpress_runtime.serving.taps import Rows, num_computed
 from xpress_runtime.speculation.shared import SharedPolicy
 from xpress_runtime.stats import Stage
 
@@ -39,7 +38,6 @@ class Slot:
     """A request in a row of the caches. ``reader`` until its prompt is read; ``variant`` None: it never drafts."""
 
     request: Request
-    config: GenerationConfig
     variant: Variant | None
     reader: PromptReader | None
     prefill_seconds: float = 0.0
@@ -47,7 +45,7 @@ class Slot:
     @property
     def insists(self) -> bool:
         """Whether it drafts in every round."""
-        return self.config.speculation == "on"
+        return self.request.config.speculation == "on"
 
 
 class Scheduler:
@@ -87,12 +85,12 @@ class Scheduler:
             outcome = self._rounds.drafted(drafted, variant)
             kept = self._deliver(outcome, drafted, time.perf_counter() - started, variant.num_passes)
             if variant == self._default:
-                self._policy.record_drafted(_front(drafted), sum(outcome.committed.stage_seconds), kept)
+                self._policy.record_drafted(num_computed(drafted), sum(outcome.committed.stage_seconds), kept)
         if plain.any():
             started = time.perf_counter()
             outcome = self._rounds.plain(plain)
             self._deliver(outcome, plain, time.perf_counter() - started, 0)
-            self._policy.record_plain(_front(plain), sum(outcome.committed.stage_seconds))
+            self._policy.record_plain(num_computed(plain), sum(outcome.committed.stage_seconds))
 
     def abandon(self, end: Callable[[Request], None]) -> None:
         """Nothing runs any more; ``end`` says how each request ends."""
@@ -115,17 +113,10 @@ class Scheduler:
 
     def _release_unwanted(self) -> None:
         for row, slot in enumerate(self.slots):
-            if slot is None:
-                continue
-            if not slot.request.wanted:
+            if slot is not None and slot.request.is_unwanted():
                 self._free(row)
-                slot.request.end_cancelled()
-            elif slot.request.is_late():
-                self._free(row)
-                slot.request.end("timed out", timed_out(slot.request))
-            else:
-                continue
-            self._observers.finished(slot.request)
+                slot.request.end_unwanted()
+                self._observers.finished(slot.request)
 
     def _admit(self) -> None:
         # One prompt is read at a time, so one request is taken in at a time.
@@ -145,7 +136,7 @@ class Scheduler:
             request.end("failed", problem)
             self._observers.finished(request)
             return
-        self.slots[row] = Slot(request, config, variant, self._rounds.reader(row, request.prompt, drafted=variant is not None))
+        self.slots[row] = Slot(request, variant, self._rounds.reader(row, request.prompt, drafted=variant is not None))
 
     def _fits(self, request: Request) -> bool:
         """Whether a request may draft beside those that run."""
@@ -166,7 +157,7 @@ class Scheduler:
         insisting = np.array([bool(alive and slot and slot.insists) for slot, alive in zip(self.slots, running, strict=True)], np.bool_)
         variant = self._insisted() if insisting.any() else next((found for found in variants if found is not None), None)
         alike = np.array([found is not None and found == variant for found in variants], np.bool_)
-        if alike.any() and self._policy.drafts(_front(alike)):
+        if alike.any() and self._policy.drafts(num_computed(alike)):
             return alike, variant
         return insisting, variant
 
@@ -178,7 +169,7 @@ class Scheduler:
                 continue
             started = time.perf_counter()
             done = slot.reader.read_chunk()
-            first = self._rounds.start(row, slot.request.prompt, slot.config) if done else None
+            first = self._rounds.start(row, slot.request.prompt, slot.request.config) if done else None
             slot.prefill_seconds += time.perf_counter() - started
             if first is None:
                 self._plan.hold(row)
@@ -210,10 +201,7 @@ class Scheduler:
                 if slot.request.finish_reason is not None:
                     break
             stats = slot.request.stats
-            stats.proposals.append(proposed)
-            stats.acceptance_lengths.append(num_emitted)
-            stats.kept_lengths.append(len(tokens))
-            stats.decode_seconds += elapsed
+            stats.record_round(proposed, num_emitted, len(tokens), elapsed)
             for stage, spent in seconds.items():
                 stats.stage_seconds[stage] += spent
             lengths.append(num_emitted)
@@ -258,14 +246,6 @@ class Scheduler:
         return policy
 
 
-def timed_out(request: Request) -> RequestTimedOut:
-    """What to say of a request that took too long."""
-    return RequestTimedOut(
-        f"the request has not ended within {request.deadline:.4g} s: it was {request.state}, "
-        f"with {len(request.progress.tokens)} tokens so far"
-    )
-
-
 def _origins(outcome: RowRound, row: int, accepted: int, num_passes: int) -> list[Origin]:
     """Where each emitted token of a row came from: its accepted drafts, and then one token of the target."""
     if outcome.drafts is None or not outcome.committed.num_emitted[row]:
@@ -273,11 +253,6 @@ def _origins(outcome: RowRound, row: int, accepted: int, num_passes: int) -> lis
     before, after = (drafts[row, :accepted] for drafts in outcome.drafts)
     kept: list[Origin] = ["drafter" if not num_passes or same else "refiner" for same in before == after]
     return [*kept, "target"]
-
-
-def _front(rows: Rows) -> int:
-    """The number of rows that a round of ``rows`` computes: all up to the last one."""
-    return int(np.flatnonzero(rows)[-1]) + 1
 
 
 def _median(run: Callable[[], RowRound]) -> float:

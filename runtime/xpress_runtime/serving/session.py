@@ -27,7 +27,7 @@ from xpress_runtime.serving.observers import Observer, Observers, RoundReport
 from xpress_runtime.serving.queue import FairQueue
 from xpress_runtime.serving.requests import Request, Step
 from xpress_runtime.serving.rounds import Variant
-from xpress_runtime.serving.scheduler import Scheduler, timed_out
+from xpress_runtime.serving.scheduler import Scheduler
 from xpress_runtime.stats import GenerationStats
 from xpress_runtime.tokenizer import TextTokenizer
 
@@ -339,12 +339,9 @@ class BatchSession:
 
     def _drop_unwanted(self) -> None:
         with self._changed:
-            dropped = self._queue.take(lambda request: not request.wanted or request.is_late())
+            dropped = self._queue.take(Request.is_unwanted)
         for request in dropped:
-            if request.wanted:
-                request.end("timed out", timed_out(request))
-            else:
-                request.end_cancelled()
+            request.end_unwanted()
             self._observers.finished(request)
 
     def _fail(self, reason: str | None) -> None:

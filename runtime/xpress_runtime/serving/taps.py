@@ -19,6 +19,11 @@ from xpress_runtime.plan import Plan
 Rows = NDArray[np.bool_]
 
 
+def num_computed(rows: Rows) -> int:
+    """The number of rows that a round of ``rows`` computes: all up to the last one."""
+    return int(np.flatnonzero(rows)[-1]) + 1
+
+
 class RowTaps:
     """Made by :meth:`Plan.part`."""
 
