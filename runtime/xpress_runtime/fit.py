@@ -65,3 +65,8 @@ def thinks_with(tokenizer: TextTokenizer, variables: Mapping[str, Any]) -> bool 
     except PromptError:
         # A template that refuses so short a chat. The request itself may do better, and fails with its own message if not.
         return None
+
+
+def switches_thinking(tokenizer: TextTokenizer | None) -> bool:
+    """Whether there is a chat template, and one that has the switch."""
+    return tokenizer is not None and tokenizer.has_chat_template and thinks_with(tokenizer, {}) is not None

@@ -151,11 +151,11 @@ thinking_option = click.option(
 
 def chat_variables(session: Session, thinking: bool | None) -> dict[str, Any]:
     """Variables for the chat template; OptionError where it has no switch for thinking and one is asked for."""
-    from xpress_runtime.fit import THINKING, thinks_with
+    from xpress_runtime.fit import THINKING, switches_thinking
 
     if thinking is None:
         return {}
-    if session.tokenizer is None or not session.tokenizer.has_chat_template or thinks_with(session.tokenizer, {}) is None:
+    if not switches_thinking(session.tokenizer):
         raise OptionError(f"the chat template of {session.bundle.folder} cannot switch thinking; leave out --thinking and --no-thinking")
     return {THINKING: thinking}
 

@@ -268,7 +268,7 @@ def prompt_of(job: Job, tokenizer: Any) -> tuple[Any, dict[str, Any]]:
 
     OptionError where thinking is to be switched and the template has no switch.
     """
-    from xpress_runtime.fit import THINKING, thinks_with
+    from xpress_runtime.fit import THINKING, switches_thinking
 
     has_template = tokenizer is not None and tokenizer.has_chat_template
     prompt: Any = job.prompt
@@ -276,7 +276,7 @@ def prompt_of(job: Job, tokenizer: Any) -> tuple[Any, dict[str, Any]]:
         prompt = [{"role": "user", "content": prompt}]
     variables = dict(job.variables)
     if job.thinking is not None:
-        if not has_template or thinks_with(tokenizer, {}) is None:
+        if not switches_thinking(tokenizer):
             raise OptionError("the bundle's chat template cannot switch thinking; leave out 'thinking'")
         variables[THINKING] = job.thinking
     return prompt, variables

@@ -16,7 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
 
 from xpress_runtime.errors import UserError
-from xpress_runtime.fit import THINKING, thinks_with
+from xpress_runtime.fit import THINKING, switches_thinking
 from xpress_runtime.generation import GenerationConfig, GenerationResult
 from xpress_runtime.server.metrics import Metrics
 from xpress_runtime.server.problems import CLIENT_GONE, RETRY_SECONDS, ApiError, refused
@@ -99,8 +99,7 @@ class Service:
     @cached_property
     def switches_thinking(self) -> bool:
         """Whether the chat template has a switch for thinking."""
-        tokenizer = self.session.tokenizer
-        return tokenizer is not None and tokenizer.has_chat_template and thinks_with(tokenizer, {}) is not None
+        return switches_thinking(self.session.tokenizer)
 
     def tokens(self, asked: int | None, default: int, field: str = "max_tokens") -> int:
         """How many tokens to generate at most. Raises ApiError where more are asked for than one request may have."""
