@@ -1,0 +1,132 @@
+"""The files of a run: where each stage leaves what it made, written so that a kill leaves the old file or the new one.
+
+Knows paths and how to write; knows nothing of what is in the files but that some hold a JSON object per line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xpress_runtime.errors import OptionError, OutputError, PromptError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Everything of one run lies in ``root``."""
+
+    root: Path
+
+    @property
+    def prompts(self) -> Path:
+        return self.root / "prompts.jsonl"
+
+    @property
+    def held_out(self) -> Path:
+        return self.root / "held_out.jsonl"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.root / "tokenizer"
+
+    def answers(self, part: str) -> Path:
+        """``part``: "train" or "held_out"."""
+        return self.root / "answers" / part
+
+    def features(self, part: str) -> Path:
+        return self.root / "features" / part
+
+    @property
+    def training(self) -> Path:
+        return self.root / "training"
+
+    @property
+    def drafter(self) -> Path:
+        """The best drafter, in the serving format."""
+        return self.root / "drafter"
+
+    @property
+    def draft_model(self) -> Path:
+        return self.root / "draft_model"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.root / "evaluation"
+
+    def make(self, folder: Path) -> Path:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise OutputError(f"{folder} cannot be made: {problem.strerror or problem}") from None
+        return folder
+
+
+def read_rows(path: Path, made_by: str) -> list[dict[str, Any]]:
+    """The objects of a JSONL file that a stage wrote."""
+    if not path.is_file():
+        raise OptionError(f"{path} does not exist; run '{made_by}' first")
+    return list(numbered_rows(path))
+
+
+def numbered_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file; PromptError names the first line that is none. Empty lines are passed over."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise PromptError(f"{path} is not UTF-8 at byte {problem.start}") from None
+    except OSError as problem:
+        raise PromptError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as problem:
+            raise PromptError(f"{path}, line {number}: not valid JSON ({problem}): {line.strip()[:60]!r}") from None
+        if not isinstance(row, dict):
+            raise PromptError(f"{path}, line {number}: a JSON {type(row).__name__}, expected an object")
+        yield row
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a JSONL file as a whole."""
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file as a whole."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file as a whole: a kill leaves what was there before."""
+    scratch = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with scratch.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        scratch.replace(path)
+    except OSError as problem:
+        scratch.unlink(missing_ok=True)
+        raise OutputError(f"{path} cannot be written: {problem.strerror or problem}") from None
+
+
+def check_same(path: Path, stated: Mapping[str, Any], redo: str) -> None:
+    """Write what a stage's files depend on beside them, or compare with what is there. Raises OptionError where it differs."""
+    values = json.loads(json.dumps(stated))
+    if path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        for name in values:
+            if before.get(name) != values[name]:
+                raise OptionError(
+                    f"{path.parent} was made with {name} = {before.get(name)!r:.60}, now it is {values[name]!r:.60}; "
+                    f"{redo}, or use another run folder"
+                )
+        return
+    write_json(path, values)

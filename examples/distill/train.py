@@ -1,0 +1,144 @@
+"""Fourth stage: the drafter, trained on cached features, without the target.
+
+Puts the parts together: sizes, tables of the target, batches, losses, the loop, and the folder in the serving format that
+``xpress-export build`` takes. Knows nothing of how a loop runs or what a loss is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from examples.distill.batches import Batch, FeatureSet, Sampler
+from examples.distill.card import write_card
+from examples.distill.drafter import TrainedDrafter
+from examples.distill.loop import LOSS, Task, run_loop
+from examples.distill.losses import TargetTables, block_losses
+from examples.distill.replay import replay
+from examples.distill.run_folder import RunFolder, check_same, write_json
+from examples.distill.settings import Settings, TrainingSettings
+from examples.distill.sizes import drafter_sizes
+from examples.distill.target import Target
+from examples.distill.warm_start import begin
+from xpress_runtime.errors import CheckpointError, OutputError
+
+# What may change between two calls of one training run.
+_FREE = {"steps", "checkpoint_minutes", "evaluate_steps", "log_steps"}
+_LOSSES = (LOSS, "refined", "free", "base", "variation", "slot_1")
+
+
+class Objective(nn.Module):
+    """The drafter and its losses as one call, which is what ``accelerate`` spreads over processes."""
+
+    def __init__(self, drafter: TrainedDrafter, tables: TargetTables, settings: TrainingSettings) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self._tables = tables
+        self._settings = settings
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        found = block_losses(self.drafter, self._tables, batch, self._settings)
+        return dict(zip(_LOSSES, (found.total, found.refined, found.free, found.base, found.variation, found.correct), strict=True))
+
+
+def train_drafter(settings: Settings, folder: RunFolder, report: Callable[[str], None]) -> None:
+    """Train the drafter to its last step and leave the best checkpoint in ``drafter/``."""
+    training = settings.training
+    accelerator = Accelerator()
+    target = Target(settings.target)
+    train, held_out = FeatureSet(folder, "train"), FeatureSet(folder, "held_out")
+    sizes = drafter_sizes(settings.drafter, target.checkpoint.config, target.special_token_ids(folder))
+    into = folder.make(folder.training)
+    if accelerator.is_main_process:
+        depends = {"target": target.identity, **settings.drafter.model_dump(), **training.model_dump(exclude=_FREE)}
+        check_same(into / "training.json", depends, "remove its training and drafter")
+    accelerator.wait_for_everyone()
+
+    tables, seen = target_tables(target, train, training, accelerator.device)
+    drafter = TrainedDrafter(sizes, training.dropout, training.feature_noise)
+    begin(drafter, training, target, report if accelerator.is_main_process else lambda _: None)
+    sampler = Sampler(
+        train,
+        block_size=sizes.block_size,
+        mask_token_id=sizes.mask_token_id,
+        sequences=training.sequences,
+        blocks=training.blocks,
+        revealed_share=training.revealed_share,
+        seed=training.seed,
+        process=accelerator.process_index,
+        num_processes=accelerator.num_processes,
+    )
+    passes = (sizes.num_passes, 0) if sizes.refiner_rank and sizes.num_passes else (0,)
+    if sizes.markov_rank:
+        passes = (sizes.block_size - 1, 0)
+    facts = {"sequences": len(train), "answer_tokens": seen, "softmax_tokens": len(tables.head), **_given(settings)}
+
+    def evaluate() -> dict[str, float]:
+        with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
+            found = replay(drafter, tables, held_out.all(), passes)
+        return {f"tau_{num_passes}": found[num_passes].length for num_passes in passes}
+
+    def keep(step: int, figures: dict[str, float]) -> None:
+        write_drafter(drafter, folder)
+        write_json(folder.drafter / "training.json", {"step": step, "held_out": figures, **facts})
+        write_card(folder, sizes, target)
+
+    report(f"{len(train)} sequences, {seen} answer tokens, softmax over {len(tables.head)} of {sizes.vocab_size} tokens")
+    task = Task(
+        objective=Objective(drafter, tables, training),
+        batch=sampler.batch,
+        losses=_LOSSES,
+        figures=tuple(f"tau_{num_passes}" for num_passes in passes),
+        evaluate=evaluate,
+        keep=keep,
+    )
+    run_loop(task, training, into, accelerator, report)
+
+
+def target_tables(target: Target, features: FeatureSet, settings: TrainingSettings, device: torch.device) -> tuple[TargetTables, int]:
+    """Embedding and head on ``device``, the head's rows cut to what the answers hold if asked; and how many tokens the answers have."""
+    config = target.checkpoint.config
+    dtype = torch.bfloat16 if settings.precision == "bfloat16" else torch.float32
+    embedding = target.checkpoint.embedding().table.detach().to(device, dtype)
+    head = target.checkpoint.head().table.detach()
+    tokens, num_tokens = features.answer_tokens()
+    if int(tokens[-1]) >= len(head):
+        raise CheckpointError(f"the answers hold token {int(tokens[-1])}, and the head of {target.name} has {len(head)} rows")
+    columns = to_column = None
+    if settings.vocabulary == "seen":
+        columns = tokens.to(device)
+        to_column = torch.zeros(len(head), dtype=torch.long)
+        to_column[tokens] = torch.arange(len(tokens))
+        to_column = to_column.to(device)
+        head = head[tokens]
+    return TargetTables(embedding, head.to(device, dtype), columns, to_column, config.logit_scale, config.logit_cap), num_tokens
+
+
+def write_drafter(drafter: TrainedDrafter, folder: RunFolder) -> None:
+    """The drafter in the serving format, half precision; each file as a whole."""
+    into = folder.make(folder.drafter)
+    state = {name: tensor.detach().half().cpu().contiguous() for name, tensor in drafter.serving_state().items()}
+    path = into / "model.safetensors"
+    scratch = path.with_name(f".{path.name}.part")
+    try:
+        save_file(state, scratch, {"format": "pt"})
+        scratch.replace(path)
+    except OSError as problem:
+        scratch.unlink(missing_ok=True)
+        raise OutputError(f"{path} cannot be written: {problem.strerror or problem}") from None
+    write_json(into / "config.json", drafter.sizes.serving_config())
+
+
+def _given(settings: Settings) -> dict[str, Any]:
+    """What a model card says of how it was made."""
+    return {
+        "prompts": settings.prompts.model_dump(include={"families", "files"}),
+        "answers": settings.answers.model_dump(include={"max_new_tokens", "temperature", "top_p", "precision"}),
+        "features": {"precision": settings.target.precision},
+        "training": settings.training.model_dump(exclude={"checkpoint_minutes", "evaluate_steps", "log_steps"}),
+    }
