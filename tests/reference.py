@@ -68,25 +68,21 @@ class ReferenceDrafter:
             x = x + (torch.nn.functional.silu(gate) * up) @ w[p + "mlp.down_proj.weight"].T
         return self._norm(x, w["norm.weight"])
 
-    def _refine(self, hidden: Tensor, anchor: int, predecessor: int, num_passes: int) -> list[int]:
+    def refined_logits(self, hidden: Tensor, previous: Sequence[int]) -> Tensor:
+        """Of slots 1 … P-1 [P-1, V], from the hidden states of the block [P, H] and the token before each of its slots."""
         w = {name.removeprefix("xpress_head."): tensor for name, tensor in self.weights.items()}
-        base = self.base_logits(hidden)
-        drafts: list[int] = base.argmax(-1).tolist()
-        if not num_passes:
-            return drafts
         mean = hidden.mean(dim=0, keepdim=True).expand_as(hidden)
+        features = torch.cat([hidden @ w["down_h.weight"].T, mean @ w["down_g.weight"].T, w["w1.weight"][torch.tensor(previous)]], dim=-1)
         mixer = torch.tril(w["mix.L"]) + torch.eye(self.block_size)
+        u = torch.einsum("rkj,jr->kr", mixer, features @ w["in_proj.weight"].T)
+        gate, up = u @ w["mlp.gate_proj.weight"].T, u @ w["mlp.up_proj.weight"].T
+        u = u + (torch.nn.functional.silu(gate) * up) @ w["mlp.down_proj.weight"].T
+        return self.base_logits(hidden) + (u @ w["w2.weight"].T)[1:]
+
+    def _refine(self, hidden: Tensor, anchor: int, predecessor: int, num_passes: int) -> list[int]:
+        drafts: list[int] = self.base_logits(hidden).argmax(-1).tolist()
         for _ in range(num_passes):
-            previous = torch.tensor([predecessor, anchor, *drafts[:-1]])
-            features = torch.cat([hidden @ w["down_h.weight"].T, mean @ w["down_g.weight"].T, w["w1.weight"][previous]], dim=-1)
-            z = features @ w["in_proj.weight"].T
-            u = torch.einsum("rkj,jr->kr", mixer, z)
-            u = (
-                u
-                + (torch.nn.functional.silu(u @ w["mlp.gate_proj.weight"].T) * (u @ w["mlp.up_proj.weight"].T))
-                @ w["mlp.down_proj.weight"].T
-            )
-            drafts = (base + (u @ w["w2.weight"].T)[1:]).argmax(-1).tolist()
+            drafts = self.refined_logits(hidden, [predecessor, anchor, *drafts[:-1]]).argmax(-1).tolist()
         return drafts
 
     def _visible(self, layer: int, length: int) -> Tensor:

@@ -6,18 +6,23 @@ Errors that a user can cause end as one line; everything else is a defect and ke
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from examples.distill.run_folder import RunFolder
 from examples.distill.settings import Settings, read_settings
+from xpress_export.cli.quiet import quiet_libraries
 from xpress_runtime.errors import XpressError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def recipe() -> None:
-    """Train a drafter for your own target, from the target's own answers."""
+    """Train a drafter for your own target, from the target's own answers.
+
+    CONFIG is a TOML file (see presets/), RUN the folder of the run: a stage goes on with what is there.
+    """
 
 
 def _report(line: str) -> None:
@@ -28,11 +33,13 @@ def _opened(config: Path, run: Path) -> tuple[Settings, RunFolder]:
     settings = read_settings(config)
     folder = RunFolder(run)
     folder.make(run)
+    quiet_libraries()
     return settings, folder
 
 
 _config = click.argument("config", type=click.Path(path_type=Path))
-_run = click.option("--run", required=True, type=click.Path(path_type=Path), help="Folder of the run; a stage goes on with what is there.")
+# An argument and no option: torchrun would take an option of this name for its own.
+_run = click.argument("run", type=click.Path(path_type=Path))
 
 
 @recipe.command()
@@ -102,9 +109,10 @@ def everything(context: click.Context, config: Path, run: Path) -> None:
         context.invoke(stage, config=config, run=run)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
+    """Run a command line (default: the process's own) and exit."""
     try:
-        recipe.main(standalone_mode=False)
+        recipe.main(args=words, prog_name="python -m examples.distill", standalone_mode=False)
     except click.exceptions.Exit as end:
         sys.exit(end.exit_code)
     except click.ClickException as problem:

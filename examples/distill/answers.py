@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 
+from examples.distill.processes import this_process
 from examples.distill.run_folder import RunFolder, check_same, numbered_rows, read_rows
 from examples.distill.settings import AnswerSettings, Settings
 from examples.distill.target import Target
@@ -40,7 +40,7 @@ class Answer:
 
 def generate_answers(settings: Settings, folder: RunFolder, report: Callable[[str], None]) -> None:
     """Answer every prompt that has no answer yet."""
-    state = PartialState()
+    state = this_process()
     target = Target(settings.target)
     for part, path in zip(PARTS, (folder.held_out, folder.prompts), strict=True):
         rows = read_rows(path, "prompts")
@@ -54,7 +54,7 @@ def generate_answers(settings: Settings, folder: RunFolder, report: Callable[[st
         state.wait_for_everyone()
         if not todo:
             continue
-        tokenizer = target.tokenizer(folder)
+        tokenizer = target.tokenizer()
         if settings.prompts.format == "chat" and not tokenizer.has_chat_template:
             raise CheckpointError(
                 f'{target.name} has no chat template; set format = "text" under [prompts] to give it the prompts as they are'

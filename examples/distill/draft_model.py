@@ -8,15 +8,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from examples.distill.answers import Answer, read_answers
 from examples.distill.batches import epoch_order
 from examples.distill.loop import LOSS, Task, run_loop
+from examples.distill.processes import accelerator as find_accelerator
 from examples.distill.run_folder import RunFolder, check_same
 from examples.distill.settings import Settings
 from examples.distill.target import Target
@@ -55,7 +57,7 @@ def train_draft_model(settings: Settings, folder: RunFolder, report: Callable[[s
     wanted = settings.draft_model
     if not wanted.num_layers:
         return
-    accelerator = Accelerator()
+    accelerator = find_accelerator()
     target = Target(settings.target)
     if wanted.num_layers > (available := target.checkpoint.config.num_layers):
         raise OptionError(f"[draft_model] asks for {wanted.num_layers} layers, and {target.name} has {available}")
@@ -101,7 +103,7 @@ def train_draft_model(settings: Settings, folder: RunFolder, report: Callable[[s
         return {"agreement": right / max(1.0, total)}
 
     def keep(_step: int, _figures: dict[str, float]) -> None:
-        _write(model, folder)
+        _write(model, target, folder)
 
     task = Task(objective, batch, (LOSS, "agreement"), ("agreement",), evaluate, keep)
     run_loop(task, training, into, accelerator, lambda line: report(f"draft model: {line}"))
@@ -132,12 +134,18 @@ def _batch(answers: Sequence[Answer], limit: int) -> TokenBatch:
     return TokenBatch(ids, (places < lengths).long(), counted)
 
 
-def _write(model: Any, folder: RunFolder) -> None:
+def _write(model: Any, target: Target, folder: RunFolder) -> None:
     """A folder that ``xpress-export build --draft-model`` takes, in half precision."""
+    from transformers import PreTrainedTokenizerFast
+
     staged = folder.root / ".draft_model.part"
     shutil.rmtree(staged, ignore_errors=True)
     try:
-        shutil.copytree(folder.tokenizer, staged)
+        with TemporaryDirectory() as files:
+            target.write_tokenizer(Path(files))
+            # Named as a plain one, or it would be read as what the target's family usually has.
+            tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(Path(files) / "tokenizer.json"))  # type: ignore[no-untyped-call]
+        tokenizer.save_pretrained(staged)
         state = {name: tensor.half() for name, tensor in model.state_dict().items()}
         config = model.config
         config.dtype = torch.float16

@@ -40,7 +40,7 @@ def evaluate_drafter(settings: Settings, folder: RunFolder, report: Callable[[st
         raise OptionError(f"{folder.drafter} holds no trained drafter; run 'train' first")
     step = json.loads(made.read_text(encoding="utf-8"))["step"]
     target = Target(settings.target)
-    sizes = drafter_sizes(settings.drafter, target.checkpoint.config, target.special_token_ids(folder))
+    sizes = drafter_sizes(settings.drafter, target.checkpoint.config, target.special_token_ids())
     into = folder.make(folder.evaluation / f"step-{step}")
     bundle = _build(settings, folder, target, into / "bundle", report)
     shutil.rmtree(into / "report", ignore_errors=True)
@@ -68,6 +68,7 @@ def _build(settings: Settings, folder: RunFolder, target: Target, output: Path, 
         drafter,
         num_passes=tuple(dict.fromkeys((default, *passes))) if passes and default else None,
         capacity=min(settings.evaluation.capacity, target.checkpoint.config.max_positions),
+        sampling=False,
     )
     draft_model = None
     if (folder.draft_model / "config.json").is_file():

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from examples.distill.answers import PARTS, Answer, read_answers
+from examples.distill.processes import this_process
 from examples.distill.run_folder import RunFolder, check_same
 from examples.distill.settings import Settings
 from examples.distill.sizes import tap_layers
@@ -53,7 +53,7 @@ class Features:
 
 def cache_features(settings: Settings, folder: RunFolder, report: Callable[[str], None]) -> None:
     """Cache the features of every answer that has none yet."""
-    state = PartialState()
+    state = this_process()
     target = Target(settings.target)
     layers = tap_layers(settings.drafter, target.checkpoint.config.num_layers)
     with_final = settings.training.tv_weight > 0

@@ -70,9 +70,11 @@ class _Loop:
         )
         self._progress = self._take_up(optimizer)
         self._objective, self._optimizer = accelerator.prepare(task.objective, optimizer)
-        last = self._progress.counted - 1
-        self._curve = CurveFile(folder / "curve.csv", ("step", "seconds", *task.losses, "gradient_norm", "learning_rate"), last)
-        self._evaluations = CurveFile(folder / "evaluations.csv", ("step", "seconds", *task.figures), self._progress.evaluated)
+        self._curve = self._evaluations = None
+        if accelerator.is_main_process:
+            columns = ("step", "seconds", *task.losses, "gradient_norm", "learning_rate")
+            self._curve = CurveFile(folder / "curve.csv", columns, self._progress.counted - 1)
+            self._evaluations = CurveFile(folder / "evaluations.csv", ("step", "seconds", *task.figures), self._progress.evaluated)
         self._before = self._progress.seconds
         self._started = self._saved = time.monotonic()
 
@@ -155,14 +157,14 @@ class _Loop:
             return
         row = {name: value / progress.num_summed for name, value in progress.sums.items()}
         progress.sums, progress.num_summed = {}, 0
-        if self._accelerator.is_main_process:
+        if self._curve is not None:
             self._curve.add({"step": step, "seconds": self._seconds(), **row})
         shown = ", ".join(f"{name} {row[name]:.3f}" for name in self._task.losses)
         self._report(f"step {step} of {self._settings.steps}: {shown}, {self._seconds():.0f} s")
 
     def _evaluate(self, step: int) -> None:
         progress = self._progress
-        if self._accelerator.is_main_process:
+        if self._evaluations is not None:
             self._objective.eval()
             figures = self._task.evaluate()
             self._objective.train()

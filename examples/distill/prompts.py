@@ -31,14 +31,16 @@ def write_prompts(settings: PromptSettings, folder: RunFolder, report: Callable[
     for file in settings.files:
         rows = [_row(Path(file).stem, messages) for messages in read_prompts(Path(file))]
         # By content, so that a longer file keeps the choice.
-        kept = {row["id"] for row in rows if int(row["id"], 16) % 10_000 < 10_000 * settings.held_out_share}
+        kept = {row["id"] for row in rows if int(row["id"], 16) % 10_000 < 10_000 * settings.held_out_share} or {rows[0]["id"]}
         held_out += [row for row in rows if row["id"] in kept]
         train += [row for row in rows if row["id"] not in kept]
+    if not held_out:
+        raise OptionError("no prompt is held out to measure on; name families or files under [prompts]")
     never = {row["id"] for row in held_out} | {_row("", messages)["id"] for file in settings.never for messages in read_prompts(Path(file))}
     # The same prompt in two files or families counts once.
     distinct = {row["id"]: row for row in train if row["id"] not in never}
     if not distinct:
-        raise OptionError("there is no prompt to train on; name families or files under [prompts]")
+        raise OptionError("all prompts are held out or must not be trained on; name more families or files under [prompts]")
     rows = list(distinct.values())
     random.Random(settings.seed).shuffle(rows)
     write_rows(folder.held_out, {row["id"]: row for row in held_out}.values())

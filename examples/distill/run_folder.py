@@ -29,10 +29,6 @@ class RunFolder:
     def held_out(self) -> Path:
         return self.root / "held_out.jsonl"
 
-    @property
-    def tokenizer(self) -> Path:
-        return self.root / "tokenizer"
-
     def answers(self, part: str) -> Path:
         """``part``: "train" or "held_out"."""
         return self.root / "answers" / part

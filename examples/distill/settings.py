@@ -34,7 +34,7 @@ class TargetSettings(Section):
 class PromptSettings(Section):
     """``families``: training prompts per family of ``prompt_families/``. ``files``: JSONL of your own, with ``prompt`` or ``messages``.
 
-    ``held_out`` prompts per family are kept for evaluation; of a user's file every ``1 / held_out_share``-th. ``never``: JSONL files whose
+    ``held_out`` prompts per family are kept for evaluation; of a file about ``held_out_share``, one at least. ``never``: JSONL files whose
     prompts must not be trained on.
     """
 

@@ -6,11 +6,11 @@ Knows nothing of prompts, features or drafters.
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from examples.distill.run_folder import RunFolder
 from examples.distill.settings import TargetSettings
 from xpress_export.checkpoints import TargetCheckpoint, open_target
 from xpress_export.checkpoints.tokenizer_files import write_tokenizer
@@ -45,11 +45,17 @@ class Target:
     def stop_token_ids(self) -> list[int]:
         return list(self.checkpoint.eos_token_ids)
 
-    def tokenizer(self, folder: RunFolder) -> TextTokenizer:
-        """The tokenizer as a bundle will have it; its files are kept in the run folder."""
-        if write_tokenizer(self.checkpoint.location.path, folder.tokenizer) is None:
+    def write_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer's files as a bundle has them. Raises CheckpointError where there is none."""
+        if write_tokenizer(self.checkpoint.location.path, folder) is None:
             raise CheckpointError(f"{self.name} has no tokenizer, so no prompt can be turned into tokens for it")
-        tokenizer = TextTokenizer.open(folder.tokenizer)
+
+    def tokenizer(self) -> TextTokenizer:
+        """The tokenizer as the runtime will have it. Raises CheckpointError where it does not fit the checkpoint."""
+        # A folder of its own: several processes may be doing this.
+        with TemporaryDirectory() as folder:
+            self.write_tokenizer(Path(folder))
+            tokenizer = TextTokenizer.open(Path(folder))
         rows = self.checkpoint.config.vocab_size
         if tokenizer.vocab_size > rows:
             raise CheckpointError(
@@ -58,9 +64,9 @@ class Target:
             )
         return tokenizer
 
-    def special_token_ids(self, folder: RunFolder) -> dict[str, int]:
+    def special_token_ids(self) -> dict[str, int]:
         """Ids of the tokenizer's special tokens by their names, such as "pad_token"."""
-        tokenizer = self.tokenizer(folder)
+        tokenizer = self.tokenizer()
         found = {name: tokenizer.token_id(token) for name, token in tokenizer.special_tokens.items()}
         return {name: token for name, token in found.items() if token is not None}
 

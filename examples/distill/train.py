@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from examples.distill.card import write_card
 from examples.distill.drafter import TrainedDrafter
 from examples.distill.loop import LOSS, Task, run_loop
 from examples.distill.losses import TargetTables, block_losses
+from examples.distill.processes import accelerator as find_accelerator
 from examples.distill.replay import replay
 from examples.distill.run_folder import RunFolder, check_same, write_json
 from examples.distill.settings import Settings, TrainingSettings
@@ -49,10 +49,10 @@ class Objective(nn.Module):
 def train_drafter(settings: Settings, folder: RunFolder, report: Callable[[str], None]) -> None:
     """Train the drafter to its last step and leave the best checkpoint in ``drafter/``."""
     training = settings.training
-    accelerator = Accelerator()
+    accelerator = find_accelerator()
     target = Target(settings.target)
     train, held_out = FeatureSet(folder, "train"), FeatureSet(folder, "held_out")
-    sizes = drafter_sizes(settings.drafter, target.checkpoint.config, target.special_token_ids(folder))
+    sizes = drafter_sizes(settings.drafter, target.checkpoint.config, target.special_token_ids())
     into = folder.make(folder.training)
     if accelerator.is_main_process:
         depends = {"target": target.identity, **settings.drafter.model_dump(), **training.model_dump(exclude=_FREE)}
