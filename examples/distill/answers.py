@@ -18,9 +18,10 @@ import torch
 
 from examples.distill.processes import this_process
 from examples.distill.run_folder import RunFolder, check_same, numbered_rows, read_rows
-from examples.distill.settings import AnswerSettings, Settings
+from examples.distill.settings import AnswerSettings, PromptSettings, Settings
 from examples.distill.target import Target
 from xpress_runtime.errors import CheckpointError, OutputError
+from xpress_runtime.fit import THINKING
 from xpress_runtime.tokenizer import TextTokenizer
 
 PARTS = ("held_out", "train")
@@ -45,7 +46,11 @@ def generate_answers(settings: Settings, folder: RunFolder, report: Callable[[st
     for part, path in zip(PARTS, (folder.held_out, folder.prompts), strict=True):
         rows = read_rows(path, "prompts")
         into = folder.make(folder.answers(part))
-        depends = {"target": target.identity, **settings.answers.model_dump(exclude={"batch_size"}), "format": settings.prompts.format}
+        depends = {
+            "target": target.identity,
+            **settings.answers.model_dump(exclude={"batch_size"}),
+            **settings.prompts.model_dump(include={"format", "thinking"}),
+        }
         if state.is_main_process:
             check_same(into / "answers.json", depends, "remove its answers and features")
         state.wait_for_everyone()
@@ -67,20 +72,32 @@ def generate_answers(settings: Settings, folder: RunFolder, report: Callable[[st
 
 
 def read_answers(folder: RunFolder, part: str) -> list[Answer]:
-    """All answers of a part so far, in the order of their prompts' ids."""
+    """The answers so far to a part's prompts, in the order of their ids; those to prompts that it no longer has are passed over."""
+    wanted = prompt_ids(folder, part)
     found: dict[str, Answer] = {}
     for path in sorted(folder.answers(part).glob("process-*.jsonl")):
         _take_back_cut_line(path)
         for row in numbered_rows(path):
-            found[row["id"]] = Answer(row["id"], row["family"], row["prompt"], row["answer"])
+            if row["id"] in wanted:
+                found[row["id"]] = Answer(row["id"], row["family"], row["prompt"], row["answer"])
     return [found[name] for name in sorted(found)]
 
 
-def encode(tokenizer: TextTokenizer, messages: Sequence[dict[str, str]], prompt_format: str) -> list[int]:
+def prompt_ids(folder: RunFolder, part: str) -> set[str]:
+    """Which prompts a part has."""
+    return {row["id"] for row in read_rows(folder.held_out if part == "held_out" else folder.prompts, "prompts")}
+
+
+def encode(tokenizer: TextTokenizer, messages: Sequence[dict[str, str]], settings: PromptSettings) -> list[int]:
     """A prompt's tokens, as the runtime makes them: through the chat template, or the contents one after the other."""
-    if prompt_format == "chat":
-        return tokenizer.encode_chat(messages)
+    if settings.format == "chat":
+        return tokenizer.encode_chat(messages, **chat_variables(settings))
     return tokenizer.encode("\n".join(message["content"] for message in messages))
+
+
+def chat_variables(settings: PromptSettings) -> dict[str, bool]:
+    """What the chat template is told."""
+    return {} if settings.thinking is None else {THINKING: settings.thinking}
 
 
 def _answer_all(
@@ -96,7 +113,7 @@ def _answer_all(
     torch.manual_seed(settings.answers.seed)
     started = time.monotonic()
     num_rows = num_tokens = 0
-    encoded = [(row, encode(tokenizer, row["messages"], settings.prompts.format)) for row in rows]
+    encoded = [(row, encode(tokenizer, row["messages"], settings.prompts)) for row in rows]
     for batch in _batches(encoded, settings.answers.batch_size):
         answers = _answer(model, [prompt for _, prompt in batch], settings.answers, target.stop_token_ids)
         lines = [

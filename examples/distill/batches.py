@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from examples.distill.answers import prompt_ids
 from examples.distill.features import Features, Span, read_features, read_spans, shard_paths
 from examples.distill.run_folder import RunFolder
 from xpress_runtime.errors import OptionError
@@ -54,9 +55,10 @@ class FeatureSet:
 
     def __init__(self, folder: RunFolder, part: str) -> None:
         self._places: list[tuple[Path, Span]] = []
+        wanted = prompt_ids(folder, part)
         for path in shard_paths(folder, part):
             # One token after the first is the least that can be drafted.
-            self._places += [(path, span) for span in read_spans(path) if span.length - span.start >= 2]
+            self._places += [(path, span) for span in read_spans(path) if span.id in wanted and span.length - span.start >= 2]
         self._places.sort(key=lambda place: place[1].id)
         if not self._places:
             raise OptionError(f"{folder.features(part)} holds no features; run 'features' first")

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from examples.distill.answers import chat_variables
 from examples.distill.card import write_card
 from examples.distill.run_folder import RunFolder, read_rows, write_json
 from examples.distill.settings import EvaluationSettings, Settings
@@ -40,7 +41,7 @@ def evaluate_drafter(settings: Settings, folder: RunFolder, report: Callable[[st
         raise OptionError(f"{folder.drafter} holds no trained drafter; run 'train' first")
     step = json.loads(made.read_text(encoding="utf-8"))["step"]
     target = Target(settings.target)
-    sizes = drafter_sizes(settings.drafter, target.checkpoint.config, target.special_token_ids())
+    sizes = drafter_sizes(settings.drafter, target.checkpoint.config, target.special_token_ids(), settings.prompts.thinking)
     into = folder.make(folder.evaluation / f"step-{step}")
     bundle = _build(settings, folder, target, into / "bundle", report)
     shutil.rmtree(into / "report", ignore_errors=True)
@@ -94,7 +95,8 @@ def _measure(settings: Settings, folder: RunFolder, bundle: Path, output: Path, 
     # Modes that do not pay are measured on purpose: no warning about each generation.
     silent = WarningThresholds(acceptance_rate=0.0, round_ms=math.inf)
     with report_folder(output) as staged, Session.open(bundle, "auto", thresholds=silent) as session:
-        prompts = encode_prompts(session, lines, chat=settings.prompts.format == "chat")
+        is_chat = settings.prompts.format == "chat"
+        prompts = encode_prompts(session, lines, chat=is_chat, chat_variables=chat_variables(settings.prompts) if is_chat else None)
         groups = ["sweep", "ablation", "auto"] + (["B"] if session.bundle.manifest.draft_model is not None else [])
         config = GenerationConfig(max_new_tokens=evaluation.max_new_tokens)
         plan = plan_modes(session.bundle.manifest, config, groups=groups, steps=evaluation.draft_steps)

@@ -35,7 +35,7 @@ class PromptSettings(Section):
     """``families``: training prompts per family of ``prompt_families/``. ``files``: JSONL of your own, with ``prompt`` or ``messages``.
 
     ``held_out`` prompts per family are kept for evaluation; of a file about ``held_out_share``, one at least. ``never``: JSONL files whose
-    prompts must not be trained on.
+    prompts must not be trained on. ``thinking``: what the chat template is told, None where it is told nothing.
     """
 
     families: dict[str, Annotated[int, Field(ge=0, le=10**7)]] = {}
@@ -44,6 +44,7 @@ class PromptSettings(Section):
     held_out: Annotated[int, Field(ge=1, le=10**5)] = 24
     held_out_share: Share = 0.05
     format: Literal["chat", "text"] = "chat"
+    thinking: bool | None = None
     seed: int = 0
 
 

@@ -13,11 +13,12 @@ from examples.distill.settings import DrafterSettings
 from xpress_export.checkpoints.formats.serving import default_taps
 from xpress_export.models.decoder import DecoderConfig
 from xpress_runtime.errors import OptionError
+from xpress_runtime.fit import THINKING
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Everything that the shapes of a drafter's tensors depend on, and its rotary base."""
+    """Everything that the shapes of a drafter's tensors depend on, its rotary base, and whether it saw answers that think."""
 
     hidden_size: int
     intermediate_size: int
@@ -37,6 +38,7 @@ class Sizes:
     refiner_mlp_hidden: int
     num_passes: int
     markov_rank: int
+    thinking: bool | None
 
     def serving_config(self) -> dict[str, Any]:
         """The config.json of the serving format: xPress, DFlash with a Markov head, or bare DFlash."""
@@ -52,6 +54,7 @@ class Sizes:
             }
         elif self.markov_rank:
             head = {"markov_rank": self.markov_rank, "markov_head_type": "vanilla"}
+        thinking = {} if self.thinking is None else {THINKING: self.thinking}
         return {
             "architectures": [architecture],
             "model_type": "qwen3",
@@ -74,14 +77,19 @@ class Sizes:
             "tie_word_embeddings": True,
             "num_target_layers": self.num_target_layers,
             "block_size": self.block_size,
-            "dflash_config": {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.tap_layers)},
+            "dflash_config": {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.tap_layers), **thinking},
             "sample_from_anchor": False,
             **head,
         }
 
 
-def drafter_sizes(settings: DrafterSettings, target: DecoderConfig, special_token_ids: Mapping[str, int]) -> Sizes:
-    """Sizes for a target; ``special_token_ids`` by name, of which the mask is one where the settings name none. Raises OptionError."""
+def drafter_sizes(
+    settings: DrafterSettings, target: DecoderConfig, special_token_ids: Mapping[str, int], thinking: bool | None = None
+) -> Sizes:
+    """Sizes for a target; ``special_token_ids`` by name, of which the mask is one where the settings name none. Raises OptionError.
+
+    ``thinking``: whether the answers were made with it, None where nobody said so.
+    """
     if settings.refiner_rank and settings.markov_rank:
         raise OptionError("[drafter] has a refiner_rank and a markov_rank; a drafter has one head, set the other to 0")
     return Sizes(
@@ -103,6 +111,7 @@ def drafter_sizes(settings: DrafterSettings, target: DecoderConfig, special_toke
         refiner_mlp_hidden=settings.refiner_mlp_hidden,
         num_passes=settings.num_passes,
         markov_rank=settings.markov_rank,
+        thinking=thinking,
     )
 
 

@@ -52,7 +52,7 @@ def train_drafter(settings: Settings, folder: RunFolder, report: Callable[[str],
     accelerator = find_accelerator()
     target = Target(settings.target)
     train, held_out = FeatureSet(folder, "train"), FeatureSet(folder, "held_out")
-    sizes = drafter_sizes(settings.drafter, target.checkpoint.config, target.special_token_ids())
+    sizes = drafter_sizes(settings.drafter, target.checkpoint.config, target.special_token_ids(), settings.prompts.thinking)
     into = folder.make(folder.training)
     if accelerator.is_main_process:
         depends = {"target": target.identity, **settings.drafter.model_dump(), **training.model_dump(exclude=_FREE)}

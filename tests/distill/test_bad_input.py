@@ -91,12 +91,17 @@ def test_wrong_settings(tmp_path: Path, text: str, says: str) -> None:
     ("stage", "says"),
     [
         ("generate", "run 'prompts' first"),
-        ("train", "holds no features; run 'features' first"),
+        ("train", "run 'prompts' first"),
         ("evaluate", "holds no trained drafter; run 'train' first"),
     ],
 )
 def test_stages_out_of_order(made: Path, tmp_path: Path, stage: str, says: str) -> None:
     assert says in refused(stage, made / "settings.toml", tmp_path / "run")
+
+
+def test_training_without_features(made: Path, copy: Path) -> None:
+    shutil.rmtree(copy / "features")
+    assert "holds no features; run 'features' first" in refused("train", made / "settings.toml", copy)
 
 
 def test_target_without_a_chat_template(tmp_path: Path) -> None:

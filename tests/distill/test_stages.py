@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +141,17 @@ def test_warm_start_of_other_sizes_is_refused(made: Path, tiny_folders: tuple[Pa
     settings = write_settings(tmp_path / "settings.toml", **sections)
     line = refused("train", settings, made / "run")
     assert "vocabulary size" in line
+
+
+def test_answers_to_prompts_that_were_taken_away_are_not_trained_on(made: Path, tmp_path: Path) -> None:
+    """Answers and features stay on disk, and count no more."""
+    run = tmp_path / "run"
+    shutil.copytree(made / "run", run)
+    rows = (run / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (run / "prompts.jsonl").write_text("".join(rows[3:]))
+    kept = {json.loads(row)["id"] for row in rows[3:]}
+    assert {answer.id for answer in read_answers(RunFolder(run), "train")} == kept
+    assert {sequence.span.id for sequence in FeatureSet(RunFolder(run), "train").all()} == kept
 
 
 @pytest.mark.slow

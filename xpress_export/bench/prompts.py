@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -84,8 +84,12 @@ def read_prompts(path: Path, num_prompts: int | None = None) -> list[PromptLine]
     return lines if num_prompts is None else _first_of_each_family(lines, num_prompts)
 
 
-def encode_prompts(session: Session, lines: Sequence[PromptLine], *, chat: bool | None = None) -> list[BenchPrompt]:
+def encode_prompts(
+    session: Session, lines: Sequence[PromptLine], *, chat: bool | None = None, chat_variables: Mapping[str, Any] | None = None
+) -> list[BenchPrompt]:
     """Turn prompts into tokens. ``chat``: whether a text goes through the chat template; None: where there is one.
+
+    ``chat_variables`` are what the template is told besides messages.
 
     PromptError names the line that cannot be encoded or leaves no room in the bundle's capacity.
     """
@@ -97,7 +101,7 @@ def encode_prompts(session: Session, lines: Sequence[PromptLine], *, chat: bool 
     for line in lines:
         content = [{"role": "user", "content": line.content}] if as_chat and isinstance(line.content, str) else line.content
         try:
-            tokens = session.encode(content)
+            tokens = session.encode(content, chat_variables=chat_variables if not isinstance(content, str) else None)
         except PromptError as problem:
             raise PromptError(f"{line.where} (family {line.family}): {problem}") from None
         # The first token comes from the prompt, and only the second one from decoding.
