@@ -22,6 +22,8 @@ PACKAGES = {
     "xpress_runtime": ROOT / "runtime" / "xpress_runtime",
 }
 MODULES = sorted(path for folder in PACKAGES.values() for path in folder.rglob("*.py"))
+# Not installed, and held to the same rules.
+RECIPE = sorted((ROOT / "examples").rglob("*.py"))
 MAX_MODULE_LINES = 400
 
 # What an edge server does not have.
@@ -91,7 +93,7 @@ def _python(code: str, *arguments: str, cwd: Path | None = None) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     copy = tmp_path_factory.mktemp("checkout")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "conformance_data")
-    for folder in ("xpress_export", "engines", "runtime", "tests"):
+    for folder in ("xpress_export", "engines", "runtime", "tests", "examples"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=ignored)
     for file in ("pyproject.toml", "README.md", "LICENSE", "cli.py"):
         shutil.copy(ROOT / file, copy / file)
@@ -148,6 +150,11 @@ def test_only_the_command_line_imports_the_command_line() -> None:
     outside = [path for path in MODULES if not _within(_module_name(path), "xpress_export.cli")]
     found = {(str(path.relative_to(ROOT)), name) for path in outside for name in _imports(path) if _within(name, "xpress_export.cli")}
     assert not found
+
+
+def test_nothing_imports_the_recipe() -> None:
+    assert not [str(path.relative_to(ROOT)) for path in MODULES for name in _imports(path) if _within(name, "examples")]
+    assert RECIPE
 
 
 def test_imports_are_seen_in_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,14 +259,16 @@ def test_what_tests_share_is_made_in_one_process(request: pytest.FixtureRequest)
 
 
 def test_every_module_says_what_it_does() -> None:
-    silent = [str(path.relative_to(ROOT)) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))]
+    silent = [
+        str(path.relative_to(ROOT)) for path in (*MODULES, *RECIPE) if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
     assert not silent
 
 
 def test_modules_stay_small() -> None:
     large = {
         str(path.relative_to(ROOT)): lines
-        for path in MODULES
+        for path in (*MODULES, *RECIPE)
         if (lines := len(path.read_text(encoding="utf-8").splitlines())) > MAX_MODULE_LINES
     }
     assert not large
