@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -97,10 +98,18 @@ def read_tokens(path: Path, spans: Sequence[Span]) -> Iterator[Tensor]:
         yield tokens[span.first : span.first + span.length]
 
 
-def epoch_order(num_sequences: int, seed: int, epoch: int) -> list[int]:
-    order = list(range(num_sequences))
+def step_indices(size: int, seed: int, step: int, sequences: int, process: int, num_processes: int) -> list[int]:
+    """Which of ``size`` sequences a process takes at a step: the next ones of an order that every epoch shuffles anew."""
+    first = (step * num_processes + process) * sequences
+    places = (divmod(place, size) for place in range(first, first + sequences))
+    return [_epoch_order(size, seed, epoch)[index] for epoch, index in places]
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(size: int, seed: int, epoch: int) -> tuple[int, ...]:
+    order = list(range(size))
     random.Random(f"order {seed} {epoch}").shuffle(order)
-    return order
+    return tuple(order)
 
 
 class Sampler:
@@ -128,11 +137,10 @@ class Sampler:
         self._seed = seed
         self._process = process
         self._num_processes = num_processes
-        self._order: tuple[int, list[int]] = (-1, [])
 
     def batch(self, step: int) -> Batch:
         randomness = random.Random(f"batch {self._seed} {step} {self._process}")
-        sequences = list(self._features.read(self._indices(step)))
+        sequences = list(self._features.read(self.indices(step)))
         anchors = torch.stack([self._anchors(sequence, randomness) for sequence in sequences])
         tokens = torch.nn.utils.rnn.pad_sequence([sequence.tokens.long() for sequence in sequences], batch_first=True)
         lengths = torch.tensor([len(sequence.tokens) for sequence in sequences])
@@ -144,17 +152,9 @@ class Sampler:
             blocks=cut_blocks(tokens, lengths, anchors, self._block_size, self._mask_token_id, self._revealed(anchors.shape, randomness)),
         )
 
-    def _indices(self, step: int) -> list[int]:
-        """The next sequences of the epoch's order, every process its own."""
-        size = len(self._features)
-        first = (step * self._num_processes + self._process) * self._sequences
-        found = []
-        for place in range(first, first + self._sequences):
-            epoch, index = divmod(place, size)
-            if self._order[0] != epoch:
-                self._order = (epoch, epoch_order(size, self._seed, epoch))
-            found.append(self._order[1][index])
-        return found
+    def indices(self, step: int) -> list[int]:
+        """The sequences of a step."""
+        return step_indices(len(self._features), self._seed, step, self._sequences, self._process, self._num_processes)
 
     def _anchors(self, sequence: Features, randomness: random.Random) -> Tensor:
         """Positions of the answer but its last, each once as far as there are enough."""

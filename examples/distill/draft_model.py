@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.distill.answers import Answer, read_answers
-from examples.distill.batches import epoch_order
+from examples.distill.batches import step_indices
 from examples.distill.loop import LOSS, Task, run_loop
 from examples.distill.processes import accelerator as find_accelerator
 from examples.distill.run_folder import RunFolder, check_same
@@ -81,15 +81,10 @@ def train_draft_model(settings: Settings, folder: RunFolder, report: Callable[[s
 
     model = _first_layers(target, wanted.num_layers, accelerator.device)
     objective = NextToken(model)
-    step_size = wanted.sequences * accelerator.num_processes
 
     def batch(step: int) -> TokenBatch:
-        first = step * step_size + accelerator.process_index * wanted.sequences
-        chosen = []
-        for place in range(first, first + wanted.sequences):
-            epoch, index = divmod(place, len(train))
-            chosen.append(train[epoch_order(len(train), training.seed, epoch)[index]])
-        return _batch(chosen, limit)
+        places = step_indices(len(train), training.seed, step, wanted.sequences, accelerator.process_index, accelerator.num_processes)
+        return _batch([train[index] for index in places], limit)
 
     @torch.no_grad()
     def evaluate() -> dict[str, float]:

@@ -90,7 +90,7 @@ def test_batches_depend_on_seed_step_and_process_only(made: Path) -> None:
 def test_processes_see_every_sequence_once_an_epoch(made: Path) -> None:
     size = len(FeatureSet(RunFolder(made / "run"), "train"))
     samplers = [sampler(made, process, 2) for process in range(2)]
-    seen = [index for step in range(size) for each in samplers for index in each._indices(step)]
+    seen = [index for step in range(size) for each in samplers for index in each.indices(step)]
     for epoch in range(6):
         assert sorted(seen[epoch * size : (epoch + 1) * size]) == list(range(size))
 
@@ -102,7 +102,7 @@ def test_blocks_show_what_they_should(made: Path) -> None:
     for step in range(40):
         batch = sampler(made)
         found = batch.batch(step)
-        for row, sequence in enumerate(features.read(batch._indices(step))):
+        for row, sequence in enumerate(features.read(batch.indices(step))):
             for block, anchor in enumerate(found.blocks.anchors[row].tolist()):
                 assert sequence.span.start <= anchor < len(sequence.tokens) - 1
                 true = sequence.tokens[anchor : anchor + 4].tolist()
