@@ -52,7 +52,7 @@ def generate_answers(settings: Settings, folder: RunFolder, report: Callable[[st
             **settings.prompts.model_dump(include={"format", "thinking"}),
         }
         if state.is_main_process:
-            check_same(into / "answers.json", depends, "remove its answers and features")
+            check_same(into / "answers.json", depends, "generate", "remove its answers and features")
         state.wait_for_everyone()
         done = {row.id for row in read_answers(folder, part)}
         todo = [row for row in rows if row["id"] not in done]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-from examples.distill.run_folder import RunFolder, write_text
+from examples.distill.run_folder import RunFolder, read_json, write_text
 from examples.distill.sizes import Sizes
 from examples.distill.target import Target
 
 
 def write_card(folder: RunFolder, sizes: Sizes, target: Target) -> None:
     """Write ``drafter/README.md`` from ``drafter/training.json`` and, where there is one, ``evaluation/evaluation.json``."""
-    made = json.loads((folder.drafter / "training.json").read_text(encoding="utf-8"))
+    made = read_json(folder.drafter / "training.json", "train")
     measured_path = folder.evaluation / "evaluation.json"
-    measured = json.loads(measured_path.read_text(encoding="utf-8")) if measured_path.is_file() else None
+    measured = read_json(measured_path, "evaluate") if measured_path.is_file() else None
     lines = [*_front_matter(target), *_introduction(sizes, target), *_provenance(made, sizes), *_held_out(made)]
     # Figures of an earlier checkpoint are not this one's.
     if measured is not None and measured["step"] == made["step"]:

@@ -76,7 +76,7 @@ def train_draft_model(settings: Settings, folder: RunFolder, report: Callable[[s
             "precision": training.precision,
             "seed": training.seed,
         }
-        check_same(into / "training.json", depends, f"remove {into.name} and draft_model")
+        check_same(into / "training.json", depends, "train", f"remove {into.name} and draft_model")
     accelerator.wait_for_everyone()
 
     model = _first_layers(target, wanted.num_layers, accelerator.device)

@@ -6,7 +6,6 @@ training.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 
 from examples.distill.answers import chat_variables
 from examples.distill.card import write_card
-from examples.distill.run_folder import RunFolder, read_rows, write_json
+from examples.distill.run_folder import RunFolder, read_json, read_rows, write_json
 from examples.distill.settings import EvaluationSettings, Settings
 from examples.distill.sizes import drafter_sizes
 from examples.distill.target import Target
@@ -29,17 +28,14 @@ from xpress_export.build import build_bundle
 from xpress_export.checkpoints import open_draft_model, open_drafter
 from xpress_export.checkpoints.pairing import check_pairing
 from xpress_export.options import resolve_options
-from xpress_runtime.errors import CheckFailed, OptionError
+from xpress_runtime.errors import CheckFailed
 from xpress_runtime.generation import GenerationConfig
 from xpress_runtime.session import Session, WarningThresholds
 
 
 def evaluate_drafter(settings: Settings, folder: RunFolder, report: Callable[[str], None]) -> None:
     """Build a bundle of ``drafter/``, measure it, write ``evaluation/`` and the model card. Raises CheckFailed where output differs."""
-    made = folder.drafter / "training.json"
-    if not made.is_file():
-        raise OptionError(f"{folder.drafter} holds no trained drafter; run 'train' first")
-    step = json.loads(made.read_text(encoding="utf-8"))["step"]
+    step = read_json(folder.drafter / "training.json", "train").get("step")
     target = Target(settings.target)
     sizes = drafter_sizes(settings.drafter, target.checkpoint.config, target.special_token_ids(), settings.prompts.thinking)
     into = folder.make(folder.evaluation / f"step-{step}")

@@ -69,7 +69,7 @@ def cache_features(settings: Settings, folder: RunFolder, report: Callable[[str]
     for part in PARTS:
         into = folder.make(folder.features(part))
         if state.is_main_process:
-            check_same(into / "features.json", depends, "remove its features")
+            check_same(into / "features.json", depends, "features", "remove its features")
         state.wait_for_everyone()
         known = {span.id for path in shard_paths(folder, part) for span in read_spans(path)}
         sequences = [answer for answer in read_answers(folder, part) if answer.id not in known]

@@ -21,7 +21,7 @@ Messages = list[dict[str, str]]
 
 def write_prompts(settings: PromptSettings, folder: RunFolder, report: Callable[[str], None]) -> None:
     """Write ``prompts.jsonl`` and ``held_out.jsonl``; what is there already is kept if the settings are the same."""
-    check_same(folder.root / "prompts.json", settings.model_dump(), "remove its prompts and answers")
+    check_same(folder.root / "prompts.json", settings.model_dump(), "prompts", "remove its prompts and answers")
     train: list[dict[str, Any]] = []
     held_out: list[dict[str, Any]] = []
     for name, count in settings.families.items():

@@ -93,6 +93,19 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
+def read_json(path: Path, made_by: str) -> dict[str, Any]:
+    """The object in a JSON file that a stage wrote. Raises OptionError."""
+    if not path.is_file():
+        raise OptionError(f"{path} does not exist; run '{made_by}' first")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise OptionError(f"{path} cannot be read ({problem}); remove it and run '{made_by}' again") from None
+    if not isinstance(found, dict):
+        raise OptionError(f"{path} holds a JSON {type(found).__name__}, expected an object; remove it and run '{made_by}' again")
+    return found
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file as a whole."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
@@ -113,11 +126,14 @@ def write_text(path: Path, text: str) -> None:
         raise OutputError(f"{path} cannot be written: {problem.strerror or problem}") from None
 
 
-def check_same(path: Path, stated: Mapping[str, Any], redo: str) -> None:
-    """Write what a stage's files depend on beside them, or compare with what is there. Raises OptionError where it differs."""
+def check_same(path: Path, stated: Mapping[str, Any], stage: str, redo: str) -> None:
+    """Write what a stage's files depend on beside them, or compare with what is there. Raises OptionError where it differs.
+
+    ``redo`` says how to begin again.
+    """
     values = json.loads(json.dumps(stated))
     if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = read_json(path, stage)
         for name in values:
             if before.get(name) != values[name]:
                 raise OptionError(

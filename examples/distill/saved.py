@@ -91,8 +91,11 @@ def read_curve(path: Path) -> list[dict[str, float]]:
     """The rows of a curve, none where there is no file."""
     if not path.is_file():
         return []
-    with path.open(encoding="utf-8", newline="") as stream:
-        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(stream)]
+    try:
+        with path.open(encoding="utf-8", newline="") as stream:
+            return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(stream)]
+    except (OSError, ValueError, TypeError, csv.Error) as problem:
+        raise OptionError(f"{path} is no curve of this recipe ({problem}); remove it, the run goes on without its past") from None
 
 
 def _short(value: float) -> str:

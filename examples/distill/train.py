@@ -56,7 +56,7 @@ def train_drafter(settings: Settings, folder: RunFolder, report: Callable[[str],
     into = folder.make(folder.training)
     if accelerator.is_main_process:
         depends = {"target": target.identity, **settings.drafter.model_dump(), **training.model_dump(exclude=_FREE)}
-        check_same(into / "training.json", depends, "remove its training and drafter")
+        check_same(into / "training.json", depends, "train", "remove its training and drafter")
     accelerator.wait_for_everyone()
 
     tables, seen = target_tables(target, train, training, accelerator.device)

@@ -92,7 +92,7 @@ def test_wrong_settings(tmp_path: Path, text: str, says: str) -> None:
     [
         ("generate", "run 'prompts' first"),
         ("train", "run 'prompts' first"),
-        ("evaluate", "holds no trained drafter; run 'train' first"),
+        ("evaluate", "training.json does not exist; run 'train' first"),
     ],
 )
 def test_stages_out_of_order(made: Path, tmp_path: Path, stage: str, says: str) -> None:
@@ -172,6 +172,13 @@ def test_changed_settings_do_not_mix_with_what_is_there(made: Path, copy: Path, 
     assert "was made with learning_rate = 0.0006, now it is 0.1" in refused("train", settings, copy)
 
 
+@pytest.mark.parametrize(("stage", "name"), [("prompts", "prompts.json"), ("generate", "answers/held_out/answers.json")])
+@pytest.mark.parametrize("content", ['{"a": ', "[]", "\xff"])
+def test_damaged_notes_of_a_stage(made: Path, copy: Path, stage: str, name: str, content: str) -> None:
+    (copy / name).write_bytes(content.encode("latin-1"))
+    assert f"remove it and run '{stage}' again" in refused(stage, made / "settings.toml", copy)
+
+
 def test_too_little_space_for_features(made: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known before the target is loaded."""
     shutil.rmtree(copy / "features")
@@ -226,6 +233,12 @@ def test_damaged_checkpoint(made: Path, copy: Path) -> None:
     state = copy / "training" / "latest.pt"
     state.write_bytes(state.read_bytes()[:1000])
     assert "is no checkpoint of this recipe" in refused("train", made / "settings.toml", copy)
+
+
+def test_damaged_curve(made: Path, copy: Path) -> None:
+    recipe("train", made / "settings.toml", copy).assert_done()
+    (copy / "training" / "curve.csv").write_text("step,loss\n3,much\n")
+    assert "curve.csv is no curve of this recipe" in refused("train", made / "settings.toml", copy)
 
 
 def test_fewer_steps_than_were_made(made: Path, copy: Path, tmp_path: Path) -> None:
