@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from examples.distill.processes import this_process
-from examples.distill.run_folder import RunFolder, check_same, numbered_rows, read_rows
+from examples.distill.prompts import ROW
+from examples.distill.run_folder import RunFolder, check_same, read_rows
 from examples.distill.settings import AnswerSettings, PromptSettings, Settings
 from examples.distill.target import Target
 from xpress_runtime.errors import CheckpointError, OutputError
@@ -27,6 +28,7 @@ from xpress_runtime.tokenizer import TextTokenizer
 PARTS = ("held_out", "train")
 # Batches of about one length waste little on padding; windows keep the order random enough to stop anywhere.
 _WINDOW = 8
+_ANSWER = {"id": str, "family": str, "prompt": list, "answer": list}
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def generate_answers(settings: Settings, folder: RunFolder, report: Callable[[st
     state = this_process()
     target = Target(settings.target)
     for part, path in zip(PARTS, (folder.held_out, folder.prompts), strict=True):
-        rows = read_rows(path, "prompts")
+        rows = read_rows(path, "prompts", ROW)
         into = folder.make(folder.answers(part))
         depends = {
             "target": target.identity,
@@ -77,7 +79,7 @@ def read_answers(folder: RunFolder, part: str) -> list[Answer]:
     found: dict[str, Answer] = {}
     for path in sorted(folder.answers(part).glob("process-*.jsonl")):
         _take_back_cut_line(path)
-        for row in numbered_rows(path):
+        for row in read_rows(path, "generate", _ANSWER):
             if row["id"] in wanted:
                 found[row["id"]] = Answer(row["id"], row["family"], row["prompt"], row["answer"])
     return [found[name] for name in sorted(found)]
@@ -85,7 +87,7 @@ def read_answers(folder: RunFolder, part: str) -> list[Answer]:
 
 def prompt_ids(folder: RunFolder, part: str) -> set[str]:
     """Which prompts a part has."""
-    return {row["id"] for row in read_rows(folder.held_out if part == "held_out" else folder.prompts, "prompts")}
+    return {row["id"] for row in read_rows(folder.held_out if part == "held_out" else folder.prompts, "prompts", ROW)}
 
 
 def encode(tokenizer: TextTokenizer, messages: Sequence[dict[str, str]], settings: PromptSettings) -> list[int]:
@@ -176,8 +178,11 @@ def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def _take_back_cut_line(path: Path) -> None:
     """A kill or a full disk may leave a last line without its end."""
-    with path.open("rb+") as stream:
-        content = stream.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            stream.truncate(whole)
+    try:
+        with path.open("rb+") as stream:
+            content = stream.read()
+            whole = content.rfind(b"\n") + 1
+            if whole < len(content):
+                stream.truncate(whole)
+    except OSError as problem:
+        raise OutputError(f"{path} cannot be read and written: {problem.strerror or problem}") from None

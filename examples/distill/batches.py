@@ -62,7 +62,10 @@ class FeatureSet:
             self._places += [(path, span) for span in read_spans(path) if span.id in wanted and span.length - span.start >= 2]
         self._places.sort(key=lambda place: place[1].id)
         if not self._places:
-            raise OptionError(f"{folder.features(part)} holds no features; run 'features' first")
+            raise OptionError(
+                f"{folder.features(part)} holds no answer of two tokens or more; run 'features' first, "
+                "and give max_new_tokens and max_length room"
+            )
 
     def __len__(self) -> int:
         return len(self._places)

@@ -8,6 +8,7 @@ from typing import Any
 from examples.distill.run_folder import RunFolder, read_json, write_text
 from examples.distill.sizes import Sizes
 from examples.distill.target import Target
+from xpress_runtime.errors import OptionError
 
 
 def write_card(folder: RunFolder, sizes: Sizes, target: Target) -> None:
@@ -15,7 +16,10 @@ def write_card(folder: RunFolder, sizes: Sizes, target: Target) -> None:
     made = read_json(folder.drafter / "training.json", "train")
     measured_path = folder.evaluation / "evaluation.json"
     measured = read_json(measured_path, "evaluate") if measured_path.is_file() else None
-    lines = [*_front_matter(target), *_introduction(sizes, target), *_provenance(made, sizes), *_held_out(made)]
+    try:
+        lines = [*_front_matter(target), *_introduction(sizes, target), *_provenance(made, sizes), *_held_out(made)]
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise OptionError(f"{folder.drafter / 'training.json'} is not what 'train' writes ({problem}); run 'train' again") from None
     # Figures of an earlier checkpoint are not this one's.
     if measured is not None and measured["step"] == made["step"]:
         lines += _measured(measured)

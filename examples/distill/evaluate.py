@@ -14,9 +14,10 @@ from typing import Any
 
 from examples.distill.answers import chat_variables
 from examples.distill.card import write_card
+from examples.distill.prompts import ROW
 from examples.distill.run_folder import RunFolder, read_json, read_rows, write_json
 from examples.distill.settings import EvaluationSettings, Settings
-from examples.distill.sizes import drafter_sizes
+from examples.distill.sizes import Sizes, drafter_sizes
 from examples.distill.target import Target
 from xpress_export.bench.modes import PLAIN, plan_modes
 from xpress_export.bench.output import report_folder, write_report
@@ -38,8 +39,10 @@ def evaluate_drafter(settings: Settings, folder: RunFolder, report: Callable[[st
     step = read_json(folder.drafter / "training.json", "train").get("step")
     target = Target(settings.target)
     sizes = drafter_sizes(settings.drafter, target.checkpoint.config, target.special_token_ids(), settings.prompts.thinking)
+    # As it is without these figures; what is wrong with the drafter's notes is known before hours of measuring.
+    write_card(folder, sizes, target)
     into = folder.make(folder.evaluation / f"step-{step}")
-    bundle = _build(settings, folder, target, into / "bundle", report)
+    bundle = _build(settings, folder, target, sizes, into / "bundle", report)
     shutil.rmtree(into / "report", ignore_errors=True)
     measured = _measure(settings, folder, bundle, into / "report", report)
     figures = _summary(measured, settings.evaluation)
@@ -54,16 +57,15 @@ def evaluate_drafter(settings: Settings, folder: RunFolder, report: Callable[[st
         raise CheckFailed(f"outputs differ from plain decoding's in {names}; {into / 'report' / 'report.json'} holds every token")
 
 
-def _build(settings: Settings, folder: RunFolder, target: Target, output: Path, report: Callable[[str], None]) -> Path:
+def _build(settings: Settings, folder: RunFolder, target: Target, sizes: Sizes, output: Path, report: Callable[[str], None]) -> Path:
     drafter = open_drafter(str(folder.drafter))
     check_pairing(target.checkpoint, drafter)
-    passes = [passes for passes in settings.evaluation.passes if passes] if settings.drafter.refiner_rank else []
-    # The drafter's own number is what the card and `build` take where nobody asks for another.
-    default = settings.drafter.num_passes
+    # The drafter's own number first: what a request gets that asks for no other.
+    passes = [number for number in (sizes.num_passes, *settings.evaluation.passes) if number] if sizes.refiner_rank else []
     options = resolve_options(
         target.checkpoint,
         drafter,
-        num_passes=tuple(dict.fromkeys((default, *passes))) if passes and default else None,
+        num_passes=tuple(dict.fromkeys(passes)) or None,
         capacity=min(settings.evaluation.capacity, target.checkpoint.config.max_positions),
         sampling=False,
     )
@@ -78,7 +80,7 @@ def _build(settings: Settings, folder: RunFolder, target: Target, output: Path, 
 
 def _measure(settings: Settings, folder: RunFolder, bundle: Path, output: Path, report: Callable[[str], None]) -> Report:
     evaluation = settings.evaluation
-    read_rows(folder.held_out, "prompts")
+    read_rows(folder.held_out, "prompts", ROW)
     lines = read_prompts(folder.held_out)
     if evaluation.prompts:
         taken: dict[str, int] = {}

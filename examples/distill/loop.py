@@ -85,8 +85,14 @@ class _Loop:
         progress, model, optimizer_state = found
         if progress.step > self._settings.steps:
             raise OptionError(f"{self._folder} stands at step {progress.step}, and steps is {self._settings.steps}; set more steps")
-        self._task.objective.load_state_dict(model)
-        optimizer.load_state_dict(optimizer_state)
+        try:
+            self._task.objective.load_state_dict(model)
+            optimizer.load_state_dict(optimizer_state)
+        except (RuntimeError, ValueError, KeyError) as problem:
+            reason = " ".join(str(problem).split())
+            raise OptionError(
+                f"{self._folder / STATE_NAME} is of another model ({reason:.120}); remove its folder to begin again"
+            ) from None
         self._report(f"goes on at step {progress.step} of {self._settings.steps}")
         return progress
 

@@ -86,7 +86,7 @@ def block_losses(drafter: TrainedDrafter, tables: TargetTables, batch: Batch, se
             rounds.append(_slot_loss(round_logits, labels, weights, None, 0.0)[0])
             drafts = _drafts(round_logits, blocks, tables)
         free = torch.stack(rounds).mean() if rounds else zero
-    total = settings.base_weight * base + settings.refined_weight * refined + settings.free_weight * free if head is not None else base
+    total = settings.base_weight * base + settings.refined_weight * refined + settings.free_weight * free
     first = counted.clone()
     first[..., 1:] = False
     is_first = first[counted]

@@ -17,6 +17,8 @@ from examples.distill.settings import PromptSettings
 from xpress_runtime.errors import OptionError, PromptError
 
 Messages = list[dict[str, str]]
+# What a row of the written files has.
+ROW = {"id": str, "family": str, "messages": list}
 
 
 def write_prompts(settings: PromptSettings, folder: RunFolder, report: Callable[[str], None]) -> None:
@@ -51,7 +53,7 @@ def write_prompts(settings: PromptSettings, folder: RunFolder, report: Callable[
 def read_prompts(path: Path) -> list[Messages]:
     """The prompts of a JSONL file whose objects have ``prompt`` (text) or ``messages``. Raises PromptError."""
     found = []
-    for index, row in enumerate(numbered_rows(path), start=1):
+    for number, row in numbered_rows(path):
         messages = row.get("messages")
         prompt = row.get("prompt")
         if isinstance(prompt, list):
@@ -61,7 +63,7 @@ def read_prompts(path: Path) -> list[Messages]:
         elif isinstance(prompt, str) and prompt.strip():
             found.append([_user(prompt)])
         else:
-            raise PromptError(f"{path}, object {index}: expected 'prompt' with text or 'messages' with roles and contents")
+            raise PromptError(f"{path}, line {number}: expected 'prompt' with text or 'messages' with roles and contents")
     if not found:
         raise PromptError(f"{path} holds no prompt")
     return found

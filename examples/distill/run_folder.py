@@ -61,15 +61,21 @@ class RunFolder:
         return folder
 
 
-def read_rows(path: Path, made_by: str) -> list[dict[str, Any]]:
-    """The objects of a JSONL file that a stage wrote."""
+def read_rows(path: Path, made_by: str, fields: Mapping[str, type]) -> list[dict[str, Any]]:
+    """The objects of a JSONL file that a stage wrote, which have ``fields`` of these types. Raises OptionError, PromptError."""
     if not path.is_file():
         raise OptionError(f"{path} does not exist; run '{made_by}' first")
-    return list(numbered_rows(path))
+    rows = []
+    for number, row in numbered_rows(path):
+        wrong = next((name for name, kind in fields.items() if not isinstance(row.get(name), kind)), None)
+        if wrong is not None:
+            raise OptionError(f"{path}, line {number}: '{wrong}' is {row.get(wrong)!r:.60}; remove the line and run '{made_by}' again")
+        rows.append(row)
+    return rows
 
 
-def numbered_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file; PromptError names the first line that is none. Empty lines are passed over."""
+def numbered_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a JSONL file and their lines; PromptError names the first line that is none. Empty lines are passed over."""
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as problem:
@@ -85,7 +91,7 @@ def numbered_rows(path: Path) -> Iterator[dict[str, Any]]:
             raise PromptError(f"{path}, line {number}: not valid JSON ({problem}): {line.strip()[:60]!r}") from None
         if not isinstance(row, dict):
             raise PromptError(f"{path}, line {number}: a JSON {type(row).__name__}, expected an object")
-        yield row
+        yield number, row
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -69,7 +69,10 @@ class FeatureSettings(Section):
 
 
 class DrafterSettings(Section):
-    """Sizes of the drafter; what is None is taken from the target, tap layers as DFlash spreads them."""
+    """Sizes of the drafter; what is None is taken from the target, tap layers as DFlash spreads them.
+
+    ``num_passes``: those of a request that asks for no other number, None for 6 or as many as settle every slot.
+    """
 
     num_layers: Count = 5
     block_size: Annotated[int, Field(ge=2, le=64)] = 16
@@ -81,7 +84,7 @@ class DrafterSettings(Section):
     head_dim: Count | None = None
     refiner_rank: Annotated[int, Field(ge=0, le=4096)] = 256
     refiner_mlp_hidden: Count = 512
-    num_passes: Annotated[int, Field(ge=0, le=64)] = 6
+    num_passes: Annotated[int, Field(ge=0, le=64)] | None = None
     markov_rank: Annotated[int, Field(ge=0, le=4096)] = 0
 
 

@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from examples.distill.settings import DrafterSettings
-from xpress_export.checkpoints.formats.serving import default_taps
+from xpress_export.checkpoints.formats.serving import default_taps, describe_serving
 from xpress_export.models.decoder import DecoderConfig
 from xpress_runtime.errors import OptionError
+from xpress_runtime.fields import Fields
 from xpress_runtime.fit import THINKING
+
+# The published checkpoints'.
+_DEFAULT_PASSES = 6
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def drafter_sizes(
     """
     if settings.refiner_rank and settings.markov_rank:
         raise OptionError("[drafter] has a refiner_rank and a markov_rank; a drafter has one head, set the other to 0")
-    return Sizes(
+    sizes = Sizes(
         hidden_size=target.hidden_size,
         intermediate_size=settings.intermediate_size or target.intermediate_size,
         num_layers=settings.num_layers,
@@ -109,10 +113,13 @@ def drafter_sizes(
         max_positions=target.max_positions,
         refiner_rank=settings.refiner_rank,
         refiner_mlp_hidden=settings.refiner_mlp_hidden,
-        num_passes=settings.num_passes,
+        num_passes=min(_DEFAULT_PASSES, settings.block_size - 1) if settings.num_passes is None else settings.num_passes,
         markov_rank=settings.markov_rank,
         thinking=thinking,
     )
+    # What the exporter would refuse after days of training is refused now.
+    describe_serving(Fields(sizes.serving_config(), "the config.json that [drafter] gives", OptionError))
+    return sizes
 
 
 def tap_layers(settings: DrafterSettings, num_target_layers: int) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from examples.distill.settings import Settings, TrainingSettings
 from examples.distill.sizes import drafter_sizes
 from examples.distill.target import Target
 from examples.distill.warm_start import begin
-from xpress_runtime.errors import CheckpointError, OutputError
+from xpress_runtime.errors import CheckpointError, OptionError, OutputError
 
 # What may change between two calls of one training run.
 _FREE = {"steps", "checkpoint_minutes", "evaluate_steps", "log_steps"}
@@ -53,6 +53,9 @@ def train_drafter(settings: Settings, folder: RunFolder, report: Callable[[str],
     target = Target(settings.target)
     train, held_out = FeatureSet(folder, "train"), FeatureSet(folder, "held_out")
     sizes = drafter_sizes(settings.drafter, target.checkpoint.config, target.special_token_ids(), settings.prompts.thinking)
+    has_head = bool(sizes.refiner_rank or sizes.markov_rank)
+    if not (training.base_weight or (has_head and (training.refined_weight or (training.free_weight and training.free_rounds)))):
+        raise OptionError("no part of the loss has a weight; set base_weight, refined_weight or free_weight under [training] above 0")
     into = folder.make(folder.training)
     if accelerator.is_main_process:
         depends = {"target": target.identity, **settings.drafter.model_dump(), **training.model_dump(exclude=_FREE)}

@@ -97,7 +97,7 @@ def features_of(settings: Settings, folder: RunFolder, texts: Sequence[tuple[lis
     """Cache features of prompts and answers that did not come from a target's own generation, the same for both parts."""
     for part, prompts in zip(PARTS, (folder.held_out, folder.prompts), strict=True):
         folder.make(folder.answers(part))
-        write_rows(prompts, [{"id": f"{index:04d}"} for index in range(len(texts))])
+        write_rows(prompts, [{"id": f"{index:04d}", "family": "test", "messages": []} for index in range(len(texts))])
         answers = [Answer(f"{index:04d}", "test", prompt, answer) for index, (prompt, answer) in enumerate(texts)]
         write_rows(folder.answers(part) / "process-0.jsonl", [vars(answer) for answer in answers])
     torch.manual_seed(0)

@@ -47,9 +47,9 @@ def settings_with(made: Path, path: Path, **changes: dict[str, Any]) -> Path:
     [
         ('{"prompt": "cut', "prompts.jsonl, line 2: not valid JSON"),
         ("[1]", "prompts.jsonl, line 2: a JSON list, expected an object"),
-        ('{"text": "no prompt"}', "object 2: expected 'prompt' with text or 'messages' with roles and contents"),
-        ('{"prompt": ""}', "object 2: expected 'prompt'"),
-        ('{"messages": [{"role": "user"}]}', "object 2: expected 'prompt'"),
+        ('{"text": "no prompt"}', "line 2: expected 'prompt' with text or 'messages' with roles and contents"),
+        ('{"prompt": ""}', "line 2: expected 'prompt'"),
+        ('{"messages": [{"role": "user"}]}', "line 2: expected 'prompt'"),
         ("\xff", "is not UTF-8 at byte 19"),
     ],
 )
@@ -101,7 +101,7 @@ def test_stages_out_of_order(made: Path, tmp_path: Path, stage: str, says: str) 
 
 def test_training_without_features(made: Path, copy: Path) -> None:
     shutil.rmtree(copy / "features")
-    assert "holds no features; run 'features' first" in refused("train", made / "settings.toml", copy)
+    assert "holds no answer of two tokens or more; run 'features' first" in refused("train", made / "settings.toml", copy)
 
 
 def test_target_without_a_chat_template(tmp_path: Path) -> None:
@@ -213,6 +213,33 @@ def test_disk_full_while_caching(made: Path, copy: Path, monkeypatch: pytest.Mon
     recipe("train", settings, copy).assert_done()
 
 
+@pytest.mark.parametrize(
+    ("name", "stage", "line", "says"),
+    [
+        ("prompts.jsonl", "generate", "{}", "line 2: 'id' is None; remove the line and run 'prompts' again"),
+        ("prompts.jsonl", "train", '{"id": 3}', "line 2: 'id' is 3; remove the line and run 'prompts' again"),
+        (
+            "answers/train/process-0.jsonl",
+            "features",
+            '{"id": "x", "family": "a", "prompt": "b"}',
+            "line 2: 'prompt' is 'b'; remove the line",
+        ),
+        ("answers/train/process-0.jsonl", "generate", "{", "line 2: not valid JSON"),
+    ],
+)
+def test_damaged_rows(made: Path, copy: Path, name: str, stage: str, line: str, says: str) -> None:
+    rows = (copy / name).read_text(encoding="utf-8").splitlines()
+    (copy / name).write_text("\n".join([rows[0], line, *rows[1:]]) + "\n", encoding="utf-8")
+    assert says in refused(stage, made / "settings.toml", copy)
+
+
+def test_answers_that_are_a_folder(made: Path, copy: Path) -> None:
+    path = copy / "answers" / "train" / "process-0.jsonl"
+    path.unlink()
+    path.mkdir()
+    assert "process-0.jsonl cannot be read and written: Is a directory" in refused("generate", made / "settings.toml", copy)
+
+
 def test_damaged_shard(made: Path, copy: Path) -> None:
     path = sorted((copy / "features" / "train").glob("*.safetensors"))[0]
     path.write_bytes(path.read_bytes()[:100])
@@ -233,6 +260,44 @@ def test_damaged_checkpoint(made: Path, copy: Path) -> None:
     state = copy / "training" / "latest.pt"
     state.write_bytes(state.read_bytes()[:1000])
     assert "is no checkpoint of this recipe" in refused("train", made / "settings.toml", copy)
+
+
+def test_checkpoint_of_another_model(made: Path, copy: Path) -> None:
+    recipe("train", made / "settings.toml", copy).assert_done()
+    path = copy / "training" / "latest.pt"
+    state = torch.load(path, weights_only=True)
+    del state["model"]["drafter.backbone.fc.weight"]
+    torch.save(state, path)
+    assert "latest.pt is of another model (" in refused("train", made / "settings.toml", copy)
+
+
+def test_damaged_notes_of_a_drafter(made: Path, copy: Path) -> None:
+    """Known before a bundle is built and measured."""
+    recipe("train", made / "settings.toml", copy).assert_done()
+    (copy / "drafter" / "training.json").write_text("{}")
+    assert "training.json is not what 'train' writes" in refused("evaluate", made / "settings.toml", copy)
+    assert not (copy / "evaluation").exists()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "says"),
+    [
+        ({"num_passes": 0}, "field 'xpress_num_passes' is 0, expected an integer from 1"),
+        ({"block_size": 2}, "xpress_num_passes is 2, expected at most 1"),
+        ({"num_heads": 3, "num_kv_heads": 2}, "field 'num_key_value_heads' is 2, expected a divisor of num_attention_heads (3)"),
+        ({"head_dim": 7}, "head_dim is 7, expected an even number"),
+    ],
+)
+def test_drafter_that_could_not_be_built(made: Path, copy: Path, tmp_path: Path, drafter: dict[str, Any], says: str) -> None:
+    """Known before it is trained."""
+    line = refused("train", settings_with(made, tmp_path / "settings.toml", drafter=drafter), copy)
+    assert line.startswith("the config.json that [drafter] gives: ") and says in line
+    assert not (copy / "training").exists()
+
+
+def test_loss_without_a_part(made: Path, copy: Path, tmp_path: Path) -> None:
+    settings = settings_with(made, tmp_path / "settings.toml", training={"base_weight": 0, "refined_weight": 0, "free_weight": 0})
+    assert "no part of the loss has a weight" in refused("train", settings, copy)
 
 
 def test_damaged_curve(made: Path, copy: Path) -> None:

@@ -119,7 +119,8 @@ def test_bare_drafter_gets_a_head_that_corrects_nothing_yet(tmp_path: Path) -> N
     write_target(tmp_path / "target", "qwen3")
     write_random_drafter(tmp_path / "bare", tmp_path / "target", refiner=False)
     settings = settings_of(tmp_path / "target", tmp_path / "bare")
-    settings = settings.model_copy(update={"drafter": settings.drafter.model_copy(update={"refiner_rank": 8, "refiner_mlp_hidden": 16})})
+    head = {"refiner_rank": 8, "refiner_mlp_hidden": 16, "num_passes": None}
+    settings = settings.model_copy(update={"drafter": settings.drafter.model_copy(update=head)})
     drafter, _, _ = opened(settings)
     assert drafter.head is not None
     update = drafter.head(torch.randn(1, 4, 40), torch.zeros(1, 4, dtype=torch.long))
