@@ -5,8 +5,9 @@ Errors that a user can cause end as one line; everything else is a defect and ke
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -14,7 +15,8 @@ import click
 from examples.distill.run_folder import RunFolder
 from examples.distill.settings import Settings, read_settings
 from xpress_export.cli.quiet import quiet_libraries
-from xpress_runtime.errors import XpressError
+from xpress_runtime.errors import OutputError, XpressError
+from xpress_runtime.jobs.lock import Lock
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -25,88 +27,81 @@ def recipe() -> None:
     """
 
 
-def _report(line: str) -> None:
-    click.echo(line, err=True)
+Report = Callable[[str], None]
+Stage = Callable[[Settings, RunFolder, Report], None]
 
 
-def _opened(config: Path, run: Path) -> tuple[Settings, RunFolder]:
-    settings = read_settings(config)
-    folder = RunFolder(run)
-    folder.make(run)
-    quiet_libraries()
-    return settings, folder
-
-
-_config = click.argument("config", type=click.Path(path_type=Path))
-# An argument and no option: torchrun would take an option of this name for its own.
-_run = click.argument("run", type=click.Path(path_type=Path))
-
-
-@recipe.command()
-@_config
-@_run
-def prompts(config: Path, run: Path) -> None:
-    """Write the prompts to train on and those to measure on."""
+def _prompts(settings: Settings, folder: RunFolder, report: Report) -> None:
     from examples.distill.prompts import write_prompts
 
-    settings, folder = _opened(config, run)
-    write_prompts(settings.prompts, folder, _report)
+    write_prompts(settings.prompts, folder, report)
 
 
-@recipe.command()
-@_config
-@_run
-def generate(config: Path, run: Path) -> None:
-    """Let the target answer them."""
+def _generate(settings: Settings, folder: RunFolder, report: Report) -> None:
     from examples.distill.answers import generate_answers
 
-    settings, folder = _opened(config, run)
-    generate_answers(settings, folder, _report)
+    generate_answers(settings, folder, report)
 
 
-@recipe.command()
-@_config
-@_run
-def features(config: Path, run: Path) -> None:
-    """Cache the target's hidden states over prompts and answers."""
+def _features(settings: Settings, folder: RunFolder, report: Report) -> None:
     from examples.distill.features import cache_features
 
-    settings, folder = _opened(config, run)
-    cache_features(settings, folder, _report)
+    cache_features(settings, folder, report)
 
 
-@recipe.command()
-@_config
-@_run
-def train(config: Path, run: Path) -> None:
-    """Train the drafter, and an autoregressive one if asked for."""
+def _train(settings: Settings, folder: RunFolder, report: Report) -> None:
     from examples.distill.draft_model import train_draft_model
     from examples.distill.train import train_drafter
 
-    settings, folder = _opened(config, run)
-    train_drafter(settings, folder, _report)
-    train_draft_model(settings, folder, _report)
+    train_drafter(settings, folder, report)
+    train_draft_model(settings, folder, report)
 
 
-@recipe.command()
-@_config
-@_run
-def evaluate(config: Path, run: Path) -> None:
-    """Build a bundle of the drafter and measure it with the real loop."""
+def _evaluate(settings: Settings, folder: RunFolder, report: Report) -> None:
     from examples.distill.evaluate import evaluate_drafter
 
-    settings, folder = _opened(config, run)
-    evaluate_drafter(settings, folder, _report)
+    evaluate_drafter(settings, folder, report)
 
 
-@recipe.command("all")
-@_config
-@_run
-@click.pass_context
-def everything(context: click.Context, config: Path, run: Path) -> None:
-    """All stages one after the other."""
-    for stage in (prompts, generate, features, train, evaluate):
-        context.invoke(stage, config=config, run=run)
+_COMMANDS: dict[str, tuple[str, tuple[Stage, ...]]] = {
+    "prompts": ("Write the prompts to train on and those to measure on.", (_prompts,)),
+    "generate": ("Let the target answer them.", (_generate,)),
+    "features": ("Cache the target's hidden states over prompts and answers.", (_features,)),
+    "train": ("Train the drafter, and an autoregressive one if asked for.", (_train,)),
+    "evaluate": ("Build a bundle of the drafter and measure it with the real loop.", (_evaluate,)),
+    "all": ("All stages one after the other.", (_prompts, _generate, _features, _train, _evaluate)),
+}
+
+
+def _run(config: Path, run: Path, stages: Sequence[Stage]) -> None:
+    settings = read_settings(config)
+    folder = RunFolder(run)
+    folder.make(run)
+    try:
+        # torchrun's other processes work for the first.
+        lock = Lock(run) if os.environ.get("RANK", "0") == "0" else None
+    except OSError as problem:
+        raise OutputError(f"{run} cannot be locked: {problem.strerror or problem}") from None
+    try:
+        quiet_libraries()
+        for stage in stages:
+            stage(settings, folder, lambda line: click.echo(line, err=True))
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _add(name: str, text: str, stages: Sequence[Stage]) -> None:
+    # RUN is an argument and no option: torchrun would take an option of this name for its own.
+    @recipe.command(name, help=text)
+    @click.argument("config", type=click.Path(path_type=Path))
+    @click.argument("run", type=click.Path(path_type=Path))
+    def command(config: Path, run: Path) -> None:
+        _run(config, run, stages)
+
+
+for _name, (_text, _stages) in _COMMANDS.items():
+    _add(_name, _text, _stages)
 
 
 def main(words: Sequence[str] | None = None) -> None:

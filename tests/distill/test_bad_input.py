@@ -14,6 +14,7 @@ import torch
 from examples.distill import features, loop
 from examples.distill.losses import Losses
 from tests.distill.runs import recipe, refused, tiny_sections, write_prompts, write_settings, write_speaking_target
+from xpress_runtime.jobs.lock import Lock
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +178,16 @@ def test_changed_settings_do_not_mix_with_what_is_there(made: Path, copy: Path, 
 def test_damaged_notes_of_a_stage(made: Path, copy: Path, stage: str, name: str, content: str) -> None:
     (copy / name).write_bytes(content.encode("latin-1"))
     assert f"remove it and run '{stage}' again" in refused(stage, made / "settings.toml", copy)
+
+
+def test_two_runs_in_one_folder(made: Path, copy: Path) -> None:
+    """The second one leaves at once, and the folder is free when the first one is done."""
+    lock = Lock(copy)
+    try:
+        assert "is being written by another run" in refused("train", made / "settings.toml", copy)
+    finally:
+        lock.release()
+    recipe("train", made / "settings.toml", copy).assert_done()
 
 
 def test_too_little_space_for_features(made: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
