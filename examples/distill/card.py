@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from examples.distill.run_folder import RunFolder, read_json, write_text
@@ -52,6 +53,8 @@ def _provenance(made: dict[str, Any], sizes: Sizes) -> Iterator[str]:
     files = f"{len(made['prompts']['files'])} files of prompts" if made["prompts"]["files"] else ""
     how = "greedy" if not answers["temperature"] else f"temperature {answers['temperature']:g}, top-p {answers['top_p']:g}"
     begun = training["warm_start"] or "random parameters"
+    # No place of one machine.
+    begun = Path(begun).name if Path(begun).is_absolute() else begun
     yield from ("", "## Provenance", "", "| | |", "|---|---|")
     yield f"| taps | after layers {', '.join(map(str, sizes.tap_layers))} of {sizes.num_target_layers}, 0-based |"
     yield f"| mask token | id {sizes.mask_token_id} |"
