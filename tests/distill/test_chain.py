@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import os
 import random
@@ -83,7 +84,9 @@ def without_time(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 def start(settings: Path, run: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "examples.distill", "train", str(settings), str(run)]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    # Where the tests run in the background, Ctrl-C is ignored, and processes would inherit that.
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, preexec_fn=heard)  # noqa: PLW1509
 
 
 def kill_in_training(settings: Path, run: Path, randomness: random.Random) -> int:

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from tests.conftest import Built
 from tests.server.conftest import client_of, events_of
-from xpress_export.cli.serve import command
+from xpress_export.cli.main import cli
 from xpress_runtime.errors import EnvironmentProblem, OptionError
 from xpress_runtime.generation import GenerationConfig
 from xpress_runtime.server.run import listen
@@ -98,7 +98,7 @@ def test_metrics_of_a_real_session(real: TestClient) -> None:
 
 
 def refusal(*arguments: object, environment: dict[str, str] | None = None) -> str:
-    result = CliRunner().invoke(command, [str(argument) for argument in arguments], env=environment)
+    result = CliRunner().invoke(cli, ["serve", *(str(argument) for argument in arguments)], env=environment)
     assert isinstance(result.exception, OptionError | EnvironmentProblem), result.output
     message = str(result.exception)
     assert "\n" not in message
