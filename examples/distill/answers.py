@@ -18,14 +18,13 @@ import torch
 
 from examples.distill.processes import this_process
 from examples.distill.prompts import ROW
-from examples.distill.run_folder import RunFolder, check_same, read_rows
+from examples.distill.run_folder import PARTS, RunFolder, check_same, read_rows
 from examples.distill.settings import AnswerSettings, PromptSettings, Settings
 from examples.distill.target import Target
 from xpress_runtime.errors import CheckpointError, OutputError
 from xpress_runtime.fit import THINKING
 from xpress_runtime.tokenizer import TextTokenizer
 
-PARTS = ("held_out", "train")
 # Batches of about one length waste little on padding; windows keep the order random enough to stop anywhere.
 _WINDOW = 8
 _ANSWER = {"id": str, "family": str, "prompt": list, "answer": list}
@@ -40,20 +39,28 @@ class Answer:
     prompt: list[int]
     answer: list[int]
 
+    def fits(self, limit: int) -> bool:
+        """Whether ``limit`` tokens hold the prompt and some of the answer."""
+        return len(self.prompt) + 1 < limit
+
+    def tokens(self, limit: int) -> list[int]:
+        """Prompt and answer, cut to ``limit`` tokens."""
+        return (self.prompt + self.answer)[:limit]
+
 
 def generate_answers(settings: Settings, folder: RunFolder, report: Callable[[str], None]) -> None:
     """Answer every prompt that has no answer yet."""
     state = this_process()
     target = Target(settings.target)
-    for part, path in zip(PARTS, (folder.held_out, folder.prompts), strict=True):
-        rows = read_rows(path, "prompts", ROW)
+    for part in PARTS:
+        rows = read_rows(folder.prompts(part), "prompts", ROW)
         into = folder.make(folder.answers(part))
-        depends = {
-            "target": target.identity,
-            **settings.answers.model_dump(exclude={"batch_size"}),
-            **settings.prompts.model_dump(include={"format", "thinking"}),
-        }
         if state.is_main_process:
+            depends = {
+                "target": target.identity,
+                **settings.answers.model_dump(exclude={"batch_size"}),
+                **settings.prompts.model_dump(include={"format", "thinking"}),
+            }
             check_same(into / "answers.json", depends, "generate", "remove its answers and features")
         state.wait_for_everyone()
         done = {row.id for row in read_answers(folder, part)}
@@ -87,19 +94,24 @@ def read_answers(folder: RunFolder, part: str) -> list[Answer]:
 
 def prompt_ids(folder: RunFolder, part: str) -> set[str]:
     """Which prompts a part has."""
-    return {row["id"] for row in read_rows(folder.held_out if part == "held_out" else folder.prompts, "prompts", ROW)}
+    return {row["id"] for row in read_rows(folder.prompts(part), "prompts", ROW)}
 
 
 def encode(tokenizer: TextTokenizer, messages: Sequence[dict[str, str]], settings: PromptSettings) -> list[int]:
     """A prompt's tokens, as the runtime makes them: through the chat template, or the contents one after the other."""
     if settings.format == "chat":
         return tokenizer.encode_chat(messages, **chat_variables(settings))
-    return tokenizer.encode("\n".join(message["content"] for message in messages))
+    return tokenizer.encode(as_text(messages))
+
+
+def as_text(messages: Sequence[dict[str, str]]) -> str:
+    """Messages for a target that takes plain text."""
+    return "\n".join(message["content"] for message in messages)
 
 
 def chat_variables(settings: PromptSettings) -> dict[str, bool]:
-    """What the chat template is told."""
-    return {} if settings.thinking is None else {THINKING: settings.thinking}
+    """What the chat template is told, nothing where none is used."""
+    return {} if settings.thinking is None or settings.format != "chat" else {THINKING: settings.thinking}
 
 
 def _answer_all(

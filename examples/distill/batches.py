@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from examples.distill.answers import prompt_ids
-from examples.distill.features import Features, Span, read_features, read_spans, shard_paths
+from examples.distill.features import Features, Span, read_features, read_spans, read_tokens, shard_paths
 from examples.distill.run_folder import RunFolder
 from xpress_runtime.errors import OptionError
 
@@ -90,15 +90,6 @@ class FeatureSet:
                 seen.update(tokens[span.start :].tolist())
                 count += span.length - span.start
         return torch.tensor(sorted(seen)), count
-
-
-def read_tokens(path: Path, spans: Sequence[Span]) -> Iterator[Tensor]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as shard:
-        tokens = shard.get_tensor("tokens")
-    for span in spans:
-        yield tokens[span.first : span.first + span.length]
 
 
 def step_indices(size: int, seed: int, step: int, sequences: int, process: int, num_processes: int) -> list[int]:

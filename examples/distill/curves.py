@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from examples.distill.run_folder import replaced
 from examples.distill.saved import read_curve
-from xpress_runtime.errors import OutputError
 
 
 def draw_curves(folder: Path, losses: Sequence[str], figures: Sequence[str]) -> None:
@@ -24,9 +24,5 @@ def draw_curves(folder: Path, losses: Sequence[str], figures: Sequence[str]) -> 
         axes.legend(fontsize="small")
     left.set_title("training loss")
     right.set_title("held out")
-    scratch = folder / ".curves.part.png"
-    try:
+    with replaced(folder / "curves.png") as scratch:
         picture.savefig(scratch, dpi=120)
-        scratch.replace(folder / "curves.png")
-    except OSError as problem:
-        raise OutputError(f"{folder / 'curves.png'} cannot be written: {problem.strerror or problem}") from None

@@ -19,7 +19,7 @@ from examples.distill.answers import Answer, read_answers
 from examples.distill.batches import step_indices
 from examples.distill.loop import LOSS, Task, run_loop
 from examples.distill.processes import accelerator as find_accelerator
-from examples.distill.run_folder import RunFolder, check_same
+from examples.distill.run_folder import PARTS, RunFolder, check_same
 from examples.distill.settings import Settings
 from examples.distill.target import Target
 from xpress_runtime.errors import OptionError, OutputError
@@ -62,7 +62,9 @@ def train_draft_model(settings: Settings, folder: RunFolder, report: Callable[[s
     if wanted.num_layers > (available := target.checkpoint.config.num_layers):
         raise OptionError(f"[draft_model] asks for {wanted.num_layers} layers, and {target.name} has {available}")
     limit = settings.features.max_length
-    train, held_out = (_usable(read_answers(folder, part), limit) for part in ("train", "held_out"))
+    held_out, train = (
+        [answer for answer in read_answers(folder, part) if answer.fits(limit) and len(answer.answer) >= 2] for part in PARTS
+    )
     if not train or not held_out:
         raise OptionError(f"{folder.root / 'answers'} holds no answers to train and measure on; run 'generate' first")
     training = settings.training.model_copy(
@@ -91,8 +93,7 @@ def train_draft_model(settings: Settings, folder: RunFolder, report: Callable[[s
         right = total = 0.0
         for first in range(0, len(held_out), wanted.sequences):
             found = _batch(held_out[first : first + wanted.sequences], limit).to(accelerator.device)
-            with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
-                agreement = objective(found)["agreement"]
+            agreement = objective(found)["agreement"]
             count = int(found.counted.sum())
             right, total = right + float(agreement) * count, total + count
         return {"agreement": right / max(1.0, total)}
@@ -102,10 +103,6 @@ def train_draft_model(settings: Settings, folder: RunFolder, report: Callable[[s
 
     task = Task(objective, batch, (LOSS, "agreement"), ("agreement",), evaluate, keep)
     run_loop(task, training, into, accelerator, lambda line: report(f"draft model: {line}"))
-
-
-def _usable(answers: Sequence[Answer], limit: int) -> list[Answer]:
-    return [answer for answer in answers if len(answer.prompt) + 1 < limit and len(answer.answer) >= 2]
 
 
 def _first_layers(target: Target, num_layers: int, device: torch.device) -> Any:
@@ -120,7 +117,7 @@ def _first_layers(target: Target, num_layers: int, device: torch.device) -> Any:
 
 
 def _batch(answers: Sequence[Answer], limit: int) -> TokenBatch:
-    sequences = [torch.tensor((answer.prompt + answer.answer)[:limit]) for answer in answers]
+    sequences = [torch.tensor(answer.tokens(limit)) for answer in answers]
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
     places = torch.arange(ids.shape[1])
     lengths = torch.tensor([len(sequence) for sequence in sequences])[:, None]

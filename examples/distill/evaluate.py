@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from examples.distill.answers import chat_variables
+from examples.distill.answers import as_text, chat_variables
 from examples.distill.card import write_card
 from examples.distill.prompts import ROW
 from examples.distill.run_folder import RunFolder, read_json, read_rows, write_json
@@ -21,7 +21,7 @@ from examples.distill.sizes import Sizes, drafter_sizes
 from examples.distill.target import Target
 from xpress_export.bench.modes import PLAIN, plan_modes
 from xpress_export.bench.output import report_folder, write_report
-from xpress_export.bench.prompts import encode_prompts, read_prompts
+from xpress_export.bench.prompts import PromptLine, encode_prompts, first_of_each_family
 from xpress_export.bench.report import Report
 from xpress_export.bench.run import run_bench
 from xpress_export.bench.tables import bounds, number, times
@@ -29,7 +29,7 @@ from xpress_export.build import build_bundle
 from xpress_export.checkpoints import open_draft_model, open_drafter
 from xpress_export.checkpoints.pairing import check_pairing
 from xpress_export.options import resolve_options
-from xpress_runtime.errors import CheckFailed
+from xpress_runtime.errors import CheckFailed, OptionError
 from xpress_runtime.generation import GenerationConfig
 from xpress_runtime.session import Session, WarningThresholds
 
@@ -80,21 +80,19 @@ def _build(settings: Settings, folder: RunFolder, target: Target, sizes: Sizes, 
 
 def _measure(settings: Settings, folder: RunFolder, bundle: Path, output: Path, report: Callable[[str], None]) -> Report:
     evaluation = settings.evaluation
-    read_rows(folder.held_out, "prompts", ROW)
-    lines = read_prompts(folder.held_out)
+    is_chat = settings.prompts.format == "chat"
+    lines = [
+        PromptLine(f"held-out prompt {row['id']}", row["family"], row["messages"] if is_chat else as_text(row["messages"]))
+        for row in read_rows(folder.prompts("held_out"), "prompts", ROW)
+    ]
+    if not lines:
+        raise OptionError(f"{folder.prompts('held_out')} holds no prompt; remove it and run 'prompts' again")
     if evaluation.prompts:
-        taken: dict[str, int] = {}
-        kept = []
-        for line in lines:
-            taken[line.family] = taken.get(line.family, 0) + 1
-            if taken[line.family] <= evaluation.prompts:
-                kept.append(line)
-        lines = kept
+        lines = first_of_each_family(lines, evaluation.prompts)
     # Modes that do not pay are measured on purpose: no warning about each generation.
     silent = WarningThresholds(acceptance_rate=0.0, round_ms=math.inf)
     with report_folder(output) as staged, Session.open(bundle, "auto", thresholds=silent) as session:
-        is_chat = settings.prompts.format == "chat"
-        prompts = encode_prompts(session, lines, chat=is_chat, chat_variables=chat_variables(settings.prompts) if is_chat else None)
+        prompts = encode_prompts(session, lines, chat=is_chat, chat_variables=chat_variables(settings.prompts))
         groups = ["sweep", "ablation", "auto"] + (["B"] if session.bundle.manifest.draft_model is not None else [])
         config = GenerationConfig(max_new_tokens=evaluation.max_new_tokens)
         plan = plan_modes(session.bundle.manifest, config, groups=groups, steps=evaluation.draft_steps)

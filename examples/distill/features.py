@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from examples.distill.answers import PARTS, Answer, read_answers
+from examples.distill.answers import Answer, read_answers
 from examples.distill.processes import this_process
-from examples.distill.run_folder import RunFolder, check_same
+from examples.distill.run_folder import PARTS, RunFolder, check_same, replaced
 from examples.distill.settings import Settings
 from examples.distill.sizes import tap_layers
 from examples.distill.target import DTYPES, Target
@@ -74,7 +74,7 @@ def cache_features(settings: Settings, folder: RunFolder, report: Callable[[str]
         known = {span.id for path in shard_paths(folder, part) for span in read_spans(path)}
         sequences = [answer for answer in read_answers(folder, part) if answer.id not in known]
         state.wait_for_everyone()
-        kept = [answer for answer in sequences if len(answer.prompt) + 1 < settings.features.max_length]
+        kept = [answer for answer in sequences if answer.fits(settings.features.max_length)]
         if len(kept) < len(sequences):
             report(
                 f"{part}: {len(sequences) - len(kept)} prompts are left out, they reach max_length = {settings.features.max_length} tokens"
@@ -118,13 +118,21 @@ def read_features(path: Path, spans: Sequence[Span]) -> Iterator[Features]:
             yield Features(span, tokens[rows], taps[rows], None if final is None else final[rows])
 
 
+def read_tokens(path: Path, spans: Sequence[Span]) -> Iterator[Tensor]:
+    """The tokens of some sequences of a shard."""
+    with safe_open(path, framework="pt") as shard:
+        tokens = shard.get_tensor("tokens")
+    for span in spans:
+        yield tokens[span.first : span.first + span.length]
+
+
 @torch.inference_mode()
 def _tensors(
     model: Any, answers: Sequence[Answer], layers: Sequence[int], settings: Settings, *, with_final: bool
 ) -> tuple[dict[str, Tensor], list[Span]]:
     """Tensors of a shard, its sequences in the order given."""
     limit, dtype = settings.features.max_length, DTYPES[settings.features.cache]
-    tokens = [torch.tensor((answer.prompt + answer.answer)[:limit]) for answer in answers]
+    tokens = [torch.tensor(answer.tokens(limit)) for answer in answers]
     taps: list[Tensor] = [torch.empty(0)] * len(answers)
     final: list[Tensor] = [torch.empty(0)] * len(answers)
     by_length = sorted(range(len(answers)), key=lambda index: len(tokens[index]))
@@ -160,15 +168,8 @@ def _tensors(
 
 def _write_shard(path: Path, shard: tuple[dict[str, Tensor], list[Span]]) -> None:
     tensors, spans = shard
-    scratch = path.with_name(f".{path.name}.part")
-    try:
+    with replaced(path, "the shards before it are kept: make room and run 'features' again", (SafetensorError,)) as scratch:
         save_file(tensors, scratch, {"spans": json.dumps([asdict(span) for span in spans])})
-        scratch.replace(path)
-    except (OSError, SafetensorError) as problem:
-        scratch.unlink(missing_ok=True)
-        raise OutputError(
-            f"{path} cannot be written ({problem}); the shards before it are kept: make room and run 'features' again"
-        ) from None
 
 
 def _free_name(folder: Path, process: int) -> Path:

@@ -38,7 +38,8 @@ class Task:
     """What a loop trains.
 
     ``objective(batch)`` → scalars by name, of which "loss" has the gradient. ``batch(step)`` makes a step's batch. ``evaluate()`` →
-    figures by name on held-out data, of which the first decides which checkpoint is best. ``keep(step, figures)`` writes that one.
+    figures by name on held-out data, of which the first decides which checkpoint is best. ``keep(step, figures)`` writes that one. The
+    loop calls objective and evaluation in the precision of the settings.
     """
 
     objective: nn.Module
@@ -118,7 +119,7 @@ class _Loop:
         torch.manual_seed((settings.seed * 1_000_003 + step) * self._accelerator.num_processes + self._accelerator.process_index)
         rate = learning_rate(step, settings)
         self._optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self._accelerator.device.type, torch.bfloat16, enabled=settings.precision == "bfloat16"):
+        with self._autocast():
             losses = self._objective(batch)
         self._accelerator.backward(losses[LOSS])
         norm = self._accelerator.clip_grad_norm_(self._parameters, settings.max_gradient_norm)
@@ -136,6 +137,9 @@ class _Loop:
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
             self._optimizer.step()
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._accelerator.device.type, torch.bfloat16, enabled=self._settings.precision == "bfloat16")
 
     def _mean_over_processes(self, losses: dict[str, Tensor]) -> dict[str, float]:
         values = torch.stack([losses[name].detach().float() for name in self._task.losses])
@@ -172,7 +176,8 @@ class _Loop:
         progress = self._progress
         if self._evaluations is not None:
             self._objective.eval()
-            figures = self._task.evaluate()
+            with self._autocast():
+                figures = self._task.evaluate()
             self._objective.train()
             self._evaluations.add({"step": step, "seconds": self._seconds(), **figures})
             reached = figures[self._task.figures[0]]

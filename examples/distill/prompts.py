@@ -45,8 +45,8 @@ def write_prompts(settings: PromptSettings, folder: RunFolder, report: Callable[
         raise OptionError("all prompts are held out or must not be trained on; name more families or files under [prompts]")
     rows = list(distinct.values())
     random.Random(settings.seed).shuffle(rows)
-    write_rows(folder.held_out, {row["id"]: row for row in held_out}.values())
-    write_rows(folder.prompts, rows)
+    write_rows(folder.prompts("held_out"), {row["id"]: row for row in held_out}.values())
+    write_rows(folder.prompts("train"), rows)
     report(f"{len(rows)} prompts to train on, {len(held_out)} held out")
 
 

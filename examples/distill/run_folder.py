@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xpress_runtime.errors import OptionError, OutputError, PromptError
+from xpress_runtime.fields import Fields
+
+PARTS = ("held_out", "train")
 
 
 @dataclass(frozen=True)
@@ -21,16 +25,11 @@ class RunFolder:
 
     root: Path
 
-    @property
-    def prompts(self) -> Path:
-        return self.root / "prompts.jsonl"
-
-    @property
-    def held_out(self) -> Path:
-        return self.root / "held_out.jsonl"
+    def prompts(self, part: str) -> Path:
+        """``part``: one of ``PARTS``."""
+        return self.root / ("held_out.jsonl" if part == "held_out" else "prompts.jsonl")
 
     def answers(self, part: str) -> Path:
-        """``part``: "train" or "held_out"."""
         return self.root / "answers" / part
 
     def features(self, part: str) -> Path:
@@ -104,12 +103,9 @@ def read_json(path: Path, made_by: str) -> dict[str, Any]:
     if not path.is_file():
         raise OptionError(f"{path} does not exist; run '{made_by}' first")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise OptionError(f"{path} cannot be read ({problem}); remove it and run '{made_by}' again") from None
-    if not isinstance(found, dict):
-        raise OptionError(f"{path} holds a JSON {type(found).__name__}, expected an object; remove it and run '{made_by}' again")
-    return found
+        return dict(Fields.from_file(path, OptionError).values)
+    except OptionError as problem:
+        raise OptionError(f"{problem}; remove it and run '{made_by}' again") from None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -118,18 +114,30 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file as a whole: a kill leaves what was there before."""
-    scratch = path.with_name(f".{path.name}.part")
+    """Write a text file as a whole."""
+    with replaced(path) as scratch:
+        scratch.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replaced(path: Path, advice: str = "", errors: tuple[type[Exception], ...] = ()) -> Iterator[Path]:
+    """A place to write a file to, which becomes ``path`` when the block ends: a kill leaves what was there before.
+
+    OutputError, with ``advice``, where the system refuses; ``errors``: what libraries make of that besides OSError.
+    """
+    # The ending stays, which some libraries go by.
+    scratch = path.with_name(f".part-{path.name}")
+    refusals: tuple[type[Exception], ...] = (OSError, *errors)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with scratch.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
+        yield scratch
+        with scratch.open("rb") as stream:
             os.fsync(stream.fileno())
         scratch.replace(path)
-    except OSError as problem:
+    except refusals as problem:
         scratch.unlink(missing_ok=True)
-        raise OutputError(f"{path} cannot be written: {problem.strerror or problem}") from None
+        reason = getattr(problem, "strerror", None) or problem
+        raise OutputError(f"{path} cannot be written: {reason}" + (f"; {advice}" if advice else "")) from None
 
 
 def check_same(path: Path, stated: Mapping[str, Any], stage: str, redo: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,8 +15,8 @@ from typing import Any
 
 import torch
 
-from examples.distill.run_folder import write_text
-from xpress_runtime.errors import OptionError, OutputError
+from examples.distill.run_folder import replaced, write_text
+from xpress_runtime.errors import OptionError
 
 
 @dataclass
@@ -41,16 +40,8 @@ class Progress:
 
 def save_state(path: Path, progress: Progress, model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
     """Write all of a run's state at once: a kill leaves the state before."""
-    scratch = path.with_name(f".{path.name}.part")
-    try:
-        with scratch.open("wb") as stream:
-            torch.save({"progress": asdict(progress), "model": dict(model), "optimizer": dict(optimizer)}, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        scratch.replace(path)
-    except (OSError, RuntimeError) as problem:
-        scratch.unlink(missing_ok=True)
-        raise OutputError(f"{path} cannot be written ({problem}); the checkpoint before it is kept, make room and go on") from None
+    with replaced(path, "the checkpoint before it is kept, make room and go on", (RuntimeError,)) as scratch:
+        torch.save({"progress": asdict(progress), "model": dict(model), "optimizer": dict(optimizer)}, scratch)
 
 
 def load_state(path: Path) -> tuple[Progress, dict[str, Any], dict[str, Any]] | None:

@@ -29,7 +29,6 @@ class Target:
         reference = str(fetch_demo_target()) if settings.checkpoint == DEMO else settings.checkpoint
         self.checkpoint: TargetCheckpoint = open_target(reference, settings.revision)
         self.name = settings.checkpoint
-        self.reference = reference
 
     @property
     def title(self) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -20,12 +21,12 @@ from examples.distill.loop import LOSS, Task, run_loop
 from examples.distill.losses import TargetTables, block_losses
 from examples.distill.processes import accelerator as find_accelerator
 from examples.distill.replay import replay
-from examples.distill.run_folder import RunFolder, check_same, write_json
+from examples.distill.run_folder import RunFolder, check_same, replaced, write_json
 from examples.distill.settings import Settings, TrainingSettings
 from examples.distill.sizes import drafter_sizes
 from examples.distill.target import Target
 from examples.distill.warm_start import begin
-from xpress_runtime.errors import CheckpointError, OptionError, OutputError
+from xpress_runtime.errors import CheckpointError, OptionError
 
 # What may change between two calls of one training run.
 _FREE = {"steps", "checkpoint_minutes", "evaluate_steps", "log_steps"}
@@ -82,8 +83,7 @@ def train_drafter(settings: Settings, folder: RunFolder, report: Callable[[str],
     facts = {"sequences": len(train), "answer_tokens": seen, "softmax_tokens": len(tables.head), **_given(settings)}
 
     def evaluate() -> dict[str, float]:
-        with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=training.precision == "bfloat16"):
-            found = replay(drafter, tables, held_out.all(), passes)
+        found = replay(drafter, tables, held_out.all(), passes)
         return {f"tau_{num_passes}": found[num_passes].length for num_passes in passes}
 
     def keep(step: int, figures: dict[str, float]) -> None:
@@ -126,14 +126,8 @@ def write_drafter(drafter: TrainedDrafter, folder: RunFolder) -> None:
     """The drafter in the serving format, half precision; each file as a whole."""
     into = folder.make(folder.drafter)
     state = {name: tensor.detach().half().cpu().contiguous() for name, tensor in drafter.serving_state().items()}
-    path = into / "model.safetensors"
-    scratch = path.with_name(f".{path.name}.part")
-    try:
+    with replaced(into / "model.safetensors", errors=(SafetensorError,)) as scratch:
         save_file(state, scratch, {"format": "pt"})
-        scratch.replace(path)
-    except OSError as problem:
-        scratch.unlink(missing_ok=True)
-        raise OutputError(f"{path} cannot be written: {problem.strerror or problem}") from None
     write_json(into / "config.json", drafter.sizes.serving_config())
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from examples.distill.__main__ import main
-from examples.distill.answers import PARTS, Answer
+from examples.distill.answers import Answer
 from examples.distill.features import cache_features
-from examples.distill.run_folder import RunFolder, write_rows
+from examples.distill.run_folder import PARTS, RunFolder, write_rows
 from examples.distill.settings import Settings
 from tests.cli.invoke import Result
 from tests.runtime.tiny_tokenizers import CHATML, byte_level
@@ -95,9 +95,9 @@ def refused(*words: object, code: int = 2) -> str:
 
 def features_of(settings: Settings, folder: RunFolder, texts: Sequence[tuple[list[int], list[int]]]) -> None:
     """Cache features of prompts and answers that did not come from a target's own generation, the same for both parts."""
-    for part, prompts in zip(PARTS, (folder.held_out, folder.prompts), strict=True):
+    for part in PARTS:
         folder.make(folder.answers(part))
-        write_rows(prompts, [{"id": f"{index:04d}", "family": "test", "messages": []} for index in range(len(texts))])
+        write_rows(folder.prompts(part), [{"id": f"{index:04d}", "family": "test", "messages": []} for index in range(len(texts))])
         answers = [Answer(f"{index:04d}", "test", prompt, answer) for index, (prompt, answer) in enumerate(texts)]
         write_rows(folder.answers(part) / "process-0.jsonl", [vars(answer) for answer in answers])
     torch.manual_seed(0)

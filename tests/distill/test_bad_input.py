@@ -106,18 +106,20 @@ def test_training_without_features(made: Path, copy: Path) -> None:
 
 
 def test_target_without_a_chat_template(tmp_path: Path) -> None:
-    """One line that says what to do; and doing it helps."""
+    """One line that says what to do; and doing it helps, to the end: prompts stay plain text in the measurement too."""
     write_speaking_target(tmp_path / "target", chat_template=None)
-    sections = tiny_sections(tmp_path / "target", write_prompts(tmp_path / "prompts.jsonl", 10))
+    sections = tiny_sections(tmp_path / "target", write_prompts(tmp_path / "prompts.jsonl", 10), steps=4)
     settings = write_settings(tmp_path / "settings.toml", **sections)
     recipe("prompts", settings, tmp_path / "run").assert_done()
     assert 'has no chat template; set format = "text" under [prompts]' in refused("generate", settings, tmp_path / "run")
     sections["prompts"]["format"] = "text"
     settings = write_settings(tmp_path / "settings.toml", **sections)
-    for stage in ("prompts", "generate"):
-        recipe(stage, settings, tmp_path / "again").assert_done()
+    recipe("all", settings, tmp_path / "again").assert_done()
     rows = (tmp_path / "again" / "answers" / "train" / "process-0.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(json.loads(rows[0])["answer"]) > 0
+    report = json.loads(next((tmp_path / "again").glob("evaluation/*/report/report.json")).read_text(encoding="utf-8"))
+    answers = (tmp_path / "again" / "answers" / "held_out" / "process-0.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [prompt["input_tokens"] for prompt in report["prompts"]] == [len(json.loads(answer)["prompt"]) for answer in answers]
 
 
 def test_vocabulary_larger_than_the_head(tmp_path: Path) -> None:
@@ -280,6 +282,12 @@ def test_checkpoint_of_another_model(made: Path, copy: Path) -> None:
     del state["model"]["drafter.backbone.fc.weight"]
     torch.save(state, path)
     assert "latest.pt is of another model (" in refused("train", made / "settings.toml", copy)
+
+
+def test_measuring_without_a_prompt(made: Path, copy: Path) -> None:
+    recipe("train", made / "settings.toml", copy).assert_done()
+    (copy / "held_out.jsonl").write_text("")
+    assert "held_out.jsonl holds no prompt; remove it and run 'prompts' again" in refused("evaluate", made / "settings.toml", copy)
 
 
 def test_damaged_notes_of_a_drafter(made: Path, copy: Path) -> None:

@@ -82,6 +82,13 @@ def without_time(rows: list[dict[str, str]]) -> list[dict[str, str]]:
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
 
 
+def share_features(run: Path, folder: Path) -> None:
+    """Make a run folder that has what ``run`` had before training."""
+    folder.mkdir()
+    for name in ("prompts.jsonl", "held_out.jsonl", "prompts.json", "answers", "features"):
+        (folder / name).symlink_to(run / name)
+
+
 def start(settings: Path, run: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "examples.distill", "train", str(settings), str(run)]
     # Where the tests run in the background, Ctrl-C is ignored, and processes would inherit that.
@@ -113,9 +120,7 @@ def test_killed_twice_it_ends_as_if_nothing_had_been(run: Path, tmp_path: Path) 
     settings = write_settings(tmp_path / "settings.toml", **sections)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
-        folder.mkdir()
-        for name in ("prompts.jsonl", "held_out.jsonl", "prompts.json", "answers", "features"):
-            (folder / name).symlink_to(run / name)
+        share_features(run, folder)
     recipe("train", settings, whole).assert_done()
     randomness = random.Random(7)
     stood = [kill_in_training(settings, killed, randomness) for _ in range(2)]
@@ -135,9 +140,7 @@ def test_interrupt_ends_in_one_line(run: Path, tmp_path: Path) -> None:
     sections = tiny_sections(run.parent / "target", run.parent / "prompts.jsonl", steps=100_000, checkpoint_minutes=0.0005)
     settings = write_settings(tmp_path / "settings.toml", **sections)
     folder = tmp_path / "run"
-    folder.mkdir()
-    for name in ("prompts.jsonl", "held_out.jsonl", "prompts.json", "answers", "features"):
-        (folder / name).symlink_to(run / name)
+    share_features(run, folder)
     process = start(settings, folder)
     while not (folder / "training" / "latest.pt").is_file():
         assert process.poll() is None, process.communicate()[1]

@@ -24,7 +24,9 @@ def write(folder: Path, **settings: Any) -> tuple[list[dict[str, Any]], list[dic
     """Rows to train on and rows held out."""
     written = RunFolder(folder)
     write_prompts(PromptSettings(**settings), written, lambda _: None)
-    return tuple([json.loads(line) for line in path.read_text().splitlines()] for path in (written.prompts, written.held_out))  # type: ignore[return-value]
+    return tuple(
+        [json.loads(line) for line in path.read_text().splitlines()] for path in (written.prompts("train"), written.prompts("held_out"))
+    )  # type: ignore[return-value]
 
 
 def test_there_are_families_that_servers_see() -> None:

@@ -89,7 +89,7 @@ def encode_prompts(
 ) -> list[BenchPrompt]:
     """Turn prompts into tokens. ``chat``: whether a text goes through the chat template; None: where there is one.
 
-    ``chat_variables`` are what the template is told besides messages.
+    ``chat_variables`` are what the template is told besides messages; a prompt that does not go through one takes none.
 
     PromptError names the line that cannot be encoded or leaves no room in the bundle's capacity.
     """
@@ -101,7 +101,7 @@ def encode_prompts(
     for line in lines:
         content = [{"role": "user", "content": line.content}] if as_chat and isinstance(line.content, str) else line.content
         try:
-            tokens = session.encode(content, chat_variables=chat_variables if not isinstance(content, str) else None)
+            tokens = session.encode(content, chat_variables=chat_variables)
         except PromptError as problem:
             raise PromptError(f"{line.where} (family {line.family}): {problem}") from None
         # The first token comes from the prompt, and only the second one from decoding.
@@ -121,6 +121,11 @@ def _first_of_each_family(lines: Sequence[PromptLine], num_prompts: int) -> list
     for family, available in Counter(line.family for line in lines).items():
         if available < num_prompts:
             raise OptionError(f"--num-prompts is {num_prompts}, and {family} has {available} prompts; ask for at most that many")
+    return first_of_each_family(lines, num_prompts)
+
+
+def first_of_each_family(lines: Sequence[PromptLine], num_prompts: int) -> list[PromptLine]:
+    """The first ``num_prompts`` of each family, or all where it has fewer."""
     taken: Counter[str] = Counter()
     kept = []
     for line in lines:
