@@ -22,7 +22,7 @@ from examples.distill.run_folder import PARTS, RunFolder, check_same, read_rows
 from examples.distill.settings import AnswerSettings, PromptSettings, Settings
 from examples.distill.target import Target
 from xpress_runtime.errors import CheckpointError, OutputError
-from xpress_runtime.fit import THINKING
+from xpress_runtime.fit import THINKING, switches_thinking
 from xpress_runtime.tokenizer import TextTokenizer
 
 # Batches of about one length waste little on padding; windows keep the order random enough to stop anywhere.
@@ -52,6 +52,7 @@ def generate_answers(settings: Settings, folder: RunFolder, report: Callable[[st
     """Answer every prompt that has no answer yet."""
     state = this_process()
     target = Target(settings.target)
+    tokenizer = _tokenizer(target, settings.prompts)
     for part in PARTS:
         rows = read_rows(folder.prompts(part), "prompts", ROW)
         into = folder.make(folder.answers(part))
@@ -68,11 +69,6 @@ def generate_answers(settings: Settings, folder: RunFolder, report: Callable[[st
         state.wait_for_everyone()
         if not todo:
             continue
-        tokenizer = target.tokenizer()
-        if settings.prompts.format == "chat" and not tokenizer.has_chat_template:
-            raise CheckpointError(
-                f'{target.name} has no chat template; set format = "text" under [prompts] to give it the prompts as they are'
-            )
         mine = todo[state.process_index :: state.num_processes]
         if state.is_main_process and done:
             report(f"{part}: {len(done)} answers are there already")
@@ -110,8 +106,18 @@ def as_text(messages: Sequence[dict[str, str]]) -> str:
 
 
 def chat_variables(settings: PromptSettings) -> dict[str, bool]:
-    """What the chat template is told, nothing where none is used."""
-    return {} if settings.thinking is None or settings.format != "chat" else {THINKING: settings.thinking}
+    """What the chat template is told."""
+    return {} if settings.thinking is None else {THINKING: settings.thinking}
+
+
+def _tokenizer(target: Target, settings: PromptSettings) -> TextTokenizer:
+    """The target's tokenizer; CheckpointError where it cannot make tokens of prompts in the way that the settings name."""
+    tokenizer = target.tokenizer()
+    if settings.format == "chat" and not tokenizer.has_chat_template:
+        raise CheckpointError(f'{target.name} has no chat template; set format = "text" under [prompts] to give it the prompts as they are')
+    if settings.thinking is not None and not switches_thinking(tokenizer):
+        raise CheckpointError(f"the chat template of {target.name} cannot switch thinking; leave out thinking under [prompts]")
+    return tokenizer
 
 
 def _answer_all(

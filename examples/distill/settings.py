@@ -9,7 +9,8 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from xpress_runtime.errors import OptionError
 
@@ -35,7 +36,7 @@ class PromptSettings(Section):
     """``families``: training prompts per family of ``prompt_families/``. ``files``: JSONL of your own, with ``prompt`` or ``messages``.
 
     ``held_out`` prompts per family are kept for evaluation; of a file about ``held_out_share``, one at least. ``never``: JSONL files whose
-    prompts must not be trained on. ``thinking``: what the chat template is told, None where it is told nothing.
+    prompts must not be trained on. ``thinking``: what the chat template is told, None where it has no such switch.
     """
 
     families: dict[str, Annotated[int, Field(ge=0, le=10**7)]] = {}
@@ -46,6 +47,13 @@ class PromptSettings(Section):
     format: Literal["chat", "text"] = "chat"
     thinking: bool | None = None
     seed: int = 0
+
+    @field_validator("thinking")
+    @classmethod
+    def _takes_a_chat(cls, thinking: bool | None, info: ValidationInfo) -> bool | None:
+        if thinking is not None and info.data.get("format") == "text":
+            raise PydanticCustomError("thinking", 'only a chat template can switch it, and format is "text"; leave one of them out')
+        return thinking
 
 
 class AnswerSettings(Section):

@@ -122,6 +122,15 @@ def test_target_without_a_chat_template(tmp_path: Path) -> None:
     assert [prompt["input_tokens"] for prompt in report["prompts"]] == [len(json.loads(answer)["prompt"]) for answer in answers]
 
 
+def test_thinking_that_nothing_can_switch(made: Path, tmp_path: Path) -> None:
+    """Taken silently, the drafter would learn and be measured under a name that is not its own."""
+    settings = settings_with(made, tmp_path / "settings.toml", prompts={"thinking": False})
+    recipe("prompts", settings, tmp_path / "run").assert_done()
+    assert "cannot switch thinking; leave out thinking under [prompts]" in refused("generate", settings, tmp_path / "run")
+    settings = settings_with(made, tmp_path / "settings.toml", prompts={"thinking": False, "format": "text"})
+    assert 'prompts.thinking: only a chat template can switch it, and format is "text"' in refused("generate", settings, tmp_path / "run")
+
+
 def test_vocabulary_larger_than_the_head(tmp_path: Path) -> None:
     write_speaking_target(tmp_path / "target", vocab_size=200)
     settings = write_settings(
