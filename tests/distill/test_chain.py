@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 import functools
 import json
-import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from examples.distill.answers import prompt_ids
+from examples.distill.batches import FeatureSet
+from examples.distill.run_folder import PARTS, RunFolder
 from tests.cli.invoke import invoke
 from tests.distill.runs import ROOT, recipe, tiny_sections, write_prompts, write_settings, write_speaking_target
 
@@ -89,16 +92,21 @@ def share_features(run: Path, folder: Path) -> None:
         (folder / name).symlink_to(run / name)
 
 
-def start(settings: Path, run: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "examples.distill", "train", str(settings), str(run)]
+def start(stage: str, settings: Path, run: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "examples.distill", stage, str(settings), str(run)]
     # Where the tests run in the background, Ctrl-C is ignored, and processes would inherit that.
     heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, preexec_fn=heard)  # noqa: PLW1509
 
 
+def kinds(run: Path) -> set[str]:
+    """The files of a run folder, shards and evaluated steps taken together."""
+    return {re.sub(r"\d{3,}", "#", path.relative_to(run).as_posix()) for path in run.rglob("*") if path.is_file()}
+
+
 def kill_in_training(settings: Path, run: Path, randomness: random.Random) -> int:
     """Start training, kill it at a random moment behind its next checkpoint, and say at which step the curve stood."""
-    process = start(settings, run)
+    process = start("train", settings, run)
     state = run / "training" / "latest.pt"
     written = state.stat().st_mtime_ns if state.is_file() else 0
     deadline = time.monotonic() + 120
@@ -135,19 +143,39 @@ def test_killed_twice_it_ends_as_if_nothing_had_been(run: Path, tmp_path: Path) 
         assert torch.equal(tensor, second["model"][name]), name
 
 
-def test_interrupt_ends_in_one_line(run: Path, tmp_path: Path) -> None:
-    """Ctrl-C: no traceback, and the run goes on afterwards."""
-    sections = tiny_sections(run.parent / "target", run.parent / "prompts.jsonl", steps=100_000, checkpoint_minutes=0.0005)
-    settings = write_settings(tmp_path / "settings.toml", **sections)
-    folder = tmp_path / "run"
-    share_features(run, folder)
-    process = start(settings, folder)
-    while not (folder / "training" / "latest.pt").is_file():
+def interrupt(stage: str, settings: Path, run: Path, begun: str) -> None:
+    """Press Ctrl-C as soon as the run folder has a file of the pattern ``begun``: one line, no traceback."""
+    process = start(stage, settings, run)
+    while not list(run.glob(begun)):
         assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.01)
+        time.sleep(0.002)
     process.send_signal(signal.SIGINT)
     stderr = process.communicate(timeout=60)[1]
-    assert process.returncode == 130
+    assert process.returncode == 130, stderr
     assert stderr.splitlines()[-1] == "interrupted"
     assert "Traceback" not in stderr
-    assert os.listdir(folder / "training")  # noqa: PTH208
+
+
+def test_interrupted_stages_are_finished_by_the_next_run(run: Path, tmp_path: Path) -> None:
+    """Each stage is stopped in the middle and run again: every prompt is answered and cached once, and no half file stays."""
+    sections = tiny_sections(run.parent / "target", write_prompts(tmp_path / "prompts.jsonl", 120), steps=200, checkpoint_minutes=0.0005)
+    sections["answers"] |= {"max_new_tokens": 8, "batch_size": 2}
+    sections["features"] |= {"shard_sequences": 1}
+    settings = write_settings(tmp_path / "settings.toml", **sections)
+    folder = RunFolder(tmp_path / "run")
+    recipe("prompts", settings, folder.root).assert_done()
+    begun = {
+        "generate": "answers/train/process-0.jsonl",
+        "features": "features/train/process-0-00001.safetensors",
+        "train": "training/latest.pt",
+        "evaluate": "evaluation/step-*",
+    }
+    for stage, pattern in begun.items():
+        interrupt(stage, settings, folder.root, pattern)
+        recipe(stage, settings, folder.root).assert_done()
+    for part in PARTS:
+        lines = [line for path in folder.answers(part).glob("*.jsonl") for line in path.read_text(encoding="utf-8").splitlines()]
+        assert sorted(json.loads(line)["id"] for line in lines) == sorted(prompt_ids(folder, part))
+        assert len(FeatureSet(folder, part)) == len(lines)
+    assert [int(row["step"]) for row in curve(folder.root)] == list(range(201))
+    assert kinds(folder.root) == {name for name in kinds(run) if not re.search("draft[-_]", name)}
