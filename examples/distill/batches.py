@@ -78,18 +78,18 @@ class FeatureSet:
     def all(self) -> Iterator[Features]:
         yield from self.read(range(len(self)))
 
-    def answer_tokens(self) -> tuple[Tensor, int]:
-        """The distinct tokens of all answers, ascending, and how many tokens the answers have."""
-        seen: set[int] = set()
-        count = 0
+    def answer_token_counts(self) -> Tensor:
+        """How often each token occurs in the answers, from token 0 to the highest that does."""
+        counts = torch.zeros(0, dtype=torch.long)
         by_path: dict[Path, list[Span]] = {}
         for path, span in self._places:
             by_path.setdefault(path, []).append(span)
         for path, spans in by_path.items():
             for tokens, span in zip(read_tokens(path, spans), spans, strict=True):
-                seen.update(tokens[span.start :].tolist())
-                count += span.length - span.start
-        return torch.tensor(sorted(seen)), count
+                found = tokens[span.start :].long().bincount(minlength=len(counts))
+                found[: len(counts)] += counts
+                counts = found
+        return counts
 
 
 def step_indices(size: int, seed: int, step: int, sequences: int, process: int, num_processes: int) -> list[int]:

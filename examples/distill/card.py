@@ -70,6 +70,8 @@ def _provenance(made: dict[str, Any], sizes: Sizes) -> Iterator[str]:
         f"exp(-(k-1)/{training['position_decay']:g}), {training['revealed_share']:.0%} of the blocks partly revealed |"
     )
     yield f"| softmax | over {made['softmax_tokens']:,} of {sizes.vocab_size:,} tokens |"
+    if made["draft_tokens"] < sizes.vocab_size:
+        yield f"| drafts | the {made['draft_tokens']:,} tokens that the answers hold most often, through the target's rows for them |"
 
 
 def _held_out(made: dict[str, Any]) -> Iterator[str]:

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from examples.distill.sizes import Sizes
 
+# The refiner's rows by the token that they are for, as the serving format names them.
+READOUT = "xpress_head.w2.weight"
+
 
 class Rms(nn.Module):
     def __init__(self, width: int, eps: float) -> None:

@@ -14,36 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from examples.distill.batches import Batch, Blocks
+from examples.distill.batches import Batch
 from examples.distill.drafter import TrainedDrafter
 from examples.distill.settings import TrainingSettings
-
-
-@dataclass(frozen=True)
-class TargetTables:
-    """The target's embedding [V, H], and its head [V, H] or the rows of ``columns`` [W] of it.
-
-    ``to_column`` [V] is the place of each token among the columns, 0 for those that are none. The target's own logits are ``logit_scale``
-    times the product, bounded by ``logit_cap``; base logits are the product alone.
-    """
-
-    embedding: Tensor
-    head: Tensor
-    columns: Tensor | None = None
-    to_column: Tensor | None = None
-    logit_scale: float = 1.0
-    logit_cap: float | None = None
-
-    def column_of(self, tokens: Tensor) -> Tensor:
-        return tokens if self.to_column is None else self.to_column[tokens]
-
-    def token_of(self, columns: Tensor) -> Tensor:
-        return columns if self.columns is None else self.columns[columns]
-
-    def target_logits(self, final: Tensor) -> Tensor:
-        """What the target says, fp32, for its final hidden states [.., H]."""
-        logits = nn.functional.linear(final.to(self.head.dtype), self.head).float() * self.logit_scale
-        return logits if self.logit_cap is None else torch.tanh(logits / self.logit_cap) * self.logit_cap
+from examples.distill.tables import TargetTables
 
 
 @dataclass(frozen=True)
@@ -62,11 +36,12 @@ def block_losses(drafter: TrainedDrafter, tables: TargetTables, batch: Batch, se
     """Losses of a batch. Logits exist for counted slots only."""
     blocks = batch.blocks
     hidden = drafter.backbone(batch.taps, nn.functional.embedding(blocks.shown, tables.embedding), blocks.anchors)
-    counted = blocks.counted
+    # A token without a column cannot be drafted, so nothing is to be learned from it.
+    counted = blocks.counted & tables.holds(blocks.labels)
     weights = slot_weights(counted, settings.position_decay)
     labels = tables.column_of(blocks.labels[counted])
     base_logits = nn.functional.linear(hidden[..., 1:, :][counted], tables.head)
-    target = _target_distribution(tables, batch, settings)
+    target = _target_distribution(tables, batch, counted, settings)
 
     base, variation = _slot_loss(base_logits, labels, weights, target, settings.tv_weight)
     zero = base.new_zeros(())
@@ -80,18 +55,18 @@ def block_losses(drafter: TrainedDrafter, tables: TargetTables, batch: Batch, se
         if settings.refined_weight:
             refined, variation = _slot_loss(logits(blocks.previous), labels, weights, target, settings.tv_weight)
         rounds = []
-        drafts = _drafts(base_logits, blocks, tables)
+        drafts = _drafts(base_logits, blocks.labels, counted, tables)
         for _ in range(settings.free_rounds if settings.free_weight else 0):
             round_logits = logits(torch.cat([blocks.previous[..., :2], drafts[..., :-1]], dim=-1))
             rounds.append(_slot_loss(round_logits, labels, weights, None, 0.0)[0])
-            drafts = _drafts(round_logits, blocks, tables)
+            drafts = _drafts(round_logits, blocks.labels, counted, tables)
         free = torch.stack(rounds).mean() if rounds else zero
     total = settings.base_weight * base + settings.refined_weight * refined + settings.free_weight * free
     first = counted.clone()
     first[..., 1:] = False
     is_first = first[counted]
     with torch.no_grad():
-        correct = (base_logits[is_first].argmax(dim=-1) == labels[is_first]).float().mean()
+        correct = (base_logits[is_first].argmax(dim=-1) == labels[is_first]).float().sum() / is_first.sum().clamp(min=1)
     return Losses(total, refined.detach(), free.detach(), base.detach(), variation.detach(), correct)
 
 
@@ -112,19 +87,19 @@ def _slot_loss(logits: Tensor, labels: Tensor, weights: Tensor, target: Tensor |
 
 
 @torch.no_grad()
-def _target_distribution(tables: TargetTables, batch: Batch, settings: TrainingSettings) -> Tensor | None:
+def _target_distribution(tables: TargetTables, batch: Batch, counted: Tensor, settings: TrainingSettings) -> Tensor | None:
     """[C, V or W]: what the target says at each counted slot."""
     if not settings.tv_weight or batch.final is None:
         return None
     blocks = batch.blocks
     rows = blocks.target_rows.flatten(1)[..., None].expand(-1, -1, batch.final.shape[-1])
-    final = batch.final.gather(1, rows).reshape(*blocks.target_rows.shape, -1)[blocks.counted]
+    final = batch.final.gather(1, rows).reshape(*blocks.target_rows.shape, -1)[counted]
     return tables.target_logits(final).softmax(dim=-1)
 
 
 @torch.no_grad()
-def _drafts(logits: Tensor, blocks: Blocks, tables: TargetTables) -> Tensor:
+def _drafts(logits: Tensor, labels: Tensor, counted: Tensor, tables: TargetTables) -> Tensor:
     """[B, M, P-1]: the best token of each counted slot, the true one where nothing is drafted."""
-    drafts = blocks.labels.clone()
-    drafts[blocks.counted] = tables.token_of(logits.argmax(dim=-1))
+    drafts = labels.clone()
+    drafts[counted] = tables.token_of(logits.argmax(dim=-1))
     return drafts

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from examples.distill.batches import cut_blocks
 from examples.distill.drafter import TrainedDrafter
 from examples.distill.features import Features
-from examples.distill.losses import TargetTables
+from examples.distill.tables import TargetTables
 
 _BLOCKS_AT_ONCE = 128
 

@@ -79,7 +79,8 @@ class FeatureSettings(Section):
 class DrafterSettings(Section):
     """Sizes of the drafter; what is None is taken from the target, tap layers as DFlash spreads them.
 
-    ``num_passes``: those of a request that asks for no other number, None for 6 or as many as settle every slot.
+    ``num_passes``: those of a request that asks for no other number, None for 6 or as many as settle every slot. ``draft_vocab_size``: at
+    most that many tokens are drafted, those that the answers hold most often, through a head of the drafter's own; None for all tokens.
     """
 
     num_layers: Count = 5
@@ -94,6 +95,7 @@ class DrafterSettings(Section):
     refiner_mlp_hidden: Count = 512
     num_passes: Annotated[int, Field(ge=0, le=64)] | None = None
     markov_rank: Annotated[int, Field(ge=0, le=4096)] = 0
+    draft_vocab_size: Annotated[int, Field(ge=2, le=2**31 - 1)] | None = None
 
 
 class TrainingSettings(Section):
@@ -102,7 +104,8 @@ class TrainingSettings(Section):
     Loss: ``refined_weight`` · teacher-forced refined cross-entropy + ``free_weight`` · the mean over ``free_rounds`` free-running Jacobi
     rounds + ``base_weight`` · base logits; on each, ``tv_weight`` · total variation to the target's own distribution is added. Slot k of a
     block counts exp(-(k - 1) / ``position_decay``). ``revealed_share`` of the blocks show some of their tokens, so that several denoising
-    steps work. ``vocabulary``: softmax over all tokens, or over those that occur in the answers (faster where the vocabulary is large).
+    steps work. ``vocabulary``: softmax over all tokens, or over those that occur in the answers (faster where the vocabulary is large);
+    with a draft vocabulary always over that.
     """
 
     steps: Count = 20000

@@ -96,6 +96,8 @@ def drafter_sizes(
     """
     if settings.refiner_rank and settings.markov_rank:
         raise OptionError("[drafter] has a refiner_rank and a markov_rank; a drafter has one head, set the other to 0")
+    if settings.markov_rank and settings.draft_vocab_size is not None:
+        raise OptionError("[drafter] has a markov_rank and a draft_vocab_size; a Markov head drafts all tokens, leave one of them out")
     sizes = Sizes(
         hidden_size=target.hidden_size,
         intermediate_size=settings.intermediate_size or target.intermediate_size,

@@ -16,17 +16,19 @@ from torch import Tensor, nn
 
 from examples.distill.batches import Batch, FeatureSet, Sampler
 from examples.distill.card import write_card
-from examples.distill.drafter import TrainedDrafter
+from examples.distill.drafter import READOUT, TrainedDrafter
 from examples.distill.loop import LOSS, Task, run_loop
-from examples.distill.losses import TargetTables, block_losses
+from examples.distill.losses import block_losses
 from examples.distill.processes import accelerator as find_accelerator
 from examples.distill.replay import replay
 from examples.distill.run_folder import RunFolder, check_same, replaced, write_json
 from examples.distill.settings import Settings, TrainingSettings
 from examples.distill.sizes import drafter_sizes
+from examples.distill.tables import DraftVocabulary, TargetTables, read_vocabulary
 from examples.distill.target import Target
 from examples.distill.warm_start import begin
-from xpress_runtime.errors import CheckpointError, OptionError
+from xpress_export.checkpoints.formats.description import IN_DRAFT, OWN_HEAD, TO_TARGET
+from xpress_runtime.errors import OptionError
 
 # What may change between two calls of one training run.
 _FREE = {"steps", "checkpoint_minutes", "evaluate_steps", "log_steps"}
@@ -63,9 +65,11 @@ def train_drafter(settings: Settings, folder: RunFolder, report: Callable[[str],
         check_same(into / "training.json", depends, "train", "remove its training and drafter")
     accelerator.wait_for_everyone()
 
-    tables, seen = target_tables(target, train, training, accelerator.device)
+    say = report if accelerator.is_main_process else lambda _: None
+    vocabulary = read_vocabulary(settings, target, train, accelerator.device, say)
+    tables = vocabulary.tables
     drafter = TrainedDrafter(sizes, training.dropout, training.feature_noise)
-    begin(drafter, training, target, report if accelerator.is_main_process else lambda _: None)
+    begin(drafter, training, target, say)
     sampler = Sampler(
         train,
         block_size=sizes.block_size,
@@ -80,18 +84,24 @@ def train_drafter(settings: Settings, folder: RunFolder, report: Callable[[str],
     passes = (sizes.num_passes, 0) if sizes.refiner_rank and sizes.num_passes else (0,)
     if sizes.markov_rank:
         passes = (sizes.block_size - 1, 0)
-    facts = {"sequences": len(train), "answer_tokens": seen, "softmax_tokens": len(tables.head), **_given(settings)}
+    facts = {
+        "sequences": len(train),
+        "answer_tokens": vocabulary.answer_tokens,
+        "softmax_tokens": len(tables.head),
+        "draft_tokens": sizes.vocab_size if vocabulary.drafted is None else len(vocabulary.drafted.tokens),
+        **_given(settings),
+    }
 
     def evaluate() -> dict[str, float]:
         found = replay(drafter, tables, held_out.all(), passes)
         return {f"tau_{num_passes}": found[num_passes].length for num_passes in passes}
 
     def keep(step: int, figures: dict[str, float]) -> None:
-        write_drafter(drafter, folder)
+        write_drafter(drafter, vocabulary.drafted, folder)
         write_json(folder.drafter / "training.json", {"step": step, "held_out": figures, **facts})
         write_card(folder, sizes, target)
 
-    report(f"{len(train)} sequences, {seen} answer tokens, softmax over {len(tables.head)} of {sizes.vocab_size} tokens")
+    say(f"{len(train)} sequences, {vocabulary.answer_tokens} answer tokens, softmax over {len(tables.head)} of {sizes.vocab_size} tokens")
     task = Task(
         objective=Objective(drafter, tables, training),
         batch=sampler.batch,
@@ -103,32 +113,21 @@ def train_drafter(settings: Settings, folder: RunFolder, report: Callable[[str],
     run_loop(task, training, into, accelerator, report)
 
 
-def target_tables(target: Target, features: FeatureSet, settings: TrainingSettings, device: torch.device) -> tuple[TargetTables, int]:
-    """Embedding and head on ``device``, the head's rows cut to what the answers hold if asked; and how many tokens the answers have."""
-    config = target.checkpoint.config
-    dtype = torch.bfloat16 if settings.precision == "bfloat16" else torch.float32
-    embedding = target.checkpoint.embedding().table.detach().to(device, dtype)
-    head = target.checkpoint.head().table.detach()
-    tokens, num_tokens = features.answer_tokens()
-    if int(tokens[-1]) >= len(head):
-        raise CheckpointError(f"the answers hold token {int(tokens[-1])}, and the head of {target.name} has {len(head)} rows")
-    columns = to_column = None
-    if settings.vocabulary == "seen":
-        columns = tokens.to(device)
-        to_column = torch.zeros(len(head), dtype=torch.long)
-        to_column[tokens] = torch.arange(len(tokens))
-        to_column = to_column.to(device)
-        head = head[tokens]
-    return TargetTables(embedding, head.to(device, dtype), columns, to_column, config.logit_scale, config.logit_cap), num_tokens
-
-
-def write_drafter(drafter: TrainedDrafter, folder: RunFolder) -> None:
-    """The drafter in the serving format, half precision; each file as a whole."""
+def write_drafter(drafter: TrainedDrafter, drafted: DraftVocabulary | None, folder: RunFolder) -> None:
+    """The drafter in the serving format, half precision; each file as a whole. ``drafted``: None where every token can be."""
     into = folder.make(folder.drafter)
     state = {name: tensor.detach().half().cpu().contiguous() for name, tensor in drafter.serving_state().items()}
+    config = drafter.sizes.serving_config()
+    if drafted is not None:
+        if READOUT in state:
+            state[READOUT] = state[READOUT][drafted.tokens]
+        state[OWN_HEAD] = drafted.head.half().contiguous()
+        state[TO_TARGET] = drafted.tokens - torch.arange(len(drafted.tokens))
+        state[IN_DRAFT] = torch.zeros(drafter.sizes.vocab_size, dtype=torch.bool).index_fill_(0, drafted.tokens, True)
+        config["draft_vocab_size"] = len(drafted.tokens)
     with replaced(into / "model.safetensors", errors=(SafetensorError,)) as scratch:
         save_file(state, scratch, {"format": "pt"})
-    write_json(into / "config.json", drafter.sizes.serving_config())
+    write_json(into / "config.json", config)
 
 
 def _given(settings: Settings) -> dict[str, Any]:

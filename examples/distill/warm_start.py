@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from examples.distill.drafter import TrainedDrafter
+from examples.distill.drafter import READOUT, TrainedDrafter
 from examples.distill.settings import TrainingSettings
 from examples.distill.target import Target
 from xpress_export.checkpoints import open_drafter
@@ -60,12 +60,14 @@ def _from_checkpoint(drafter: TrainedDrafter, reference: str, target: Target, re
             if name.startswith(("xpress_head.", "markov_")):
                 continue
             raise CheckpointError(f"'{reference}' has no tensor {name}; it is smaller than the drafter under [drafter]")
-        if checkpoint.tensors.shapes[name] != tuple(parameter.shape):
+        # A reduced vocabulary has rows for its own tokens; the others begin as no correction.
+        drafted = checkpoint.draft_token_ids if name == READOUT else None
+        asked = tuple(parameter.shape) if drafted is None else (len(drafted), *parameter.shape[1:])
+        if checkpoint.tensors.shapes[name] != asked:
             raise CheckpointError(
-                f"'{reference}': tensor {name} has shape {list(checkpoint.tensors.shapes[name])}, "
-                f"and [drafter] asks for {list(parameter.shape)}"
+                f"'{reference}': tensor {name} has shape {list(checkpoint.tensors.shapes[name])}, and [drafter] asks for {list(asked)}"
             )
-        parameter.copy_(checkpoint.tensors.read(name))
+        parameter[slice(None) if drafted is None else drafted] = checkpoint.tensors.read(name)
         taken += 1
     if checkpoint.config.tap_layers != drafter.sizes.tap_layers:
         raise CheckpointError(

@@ -168,6 +168,8 @@ def test_taps_that_the_target_lacks(made: Path, tmp_path: Path) -> None:
 def test_two_heads(made: Path, tmp_path: Path) -> None:
     settings = settings_with(made, tmp_path / "settings.toml", drafter={"markov_rank": 4})
     assert "a drafter has one head" in refused("train", settings, made / "run")
+    settings = settings_with(made, tmp_path / "settings.toml", drafter={"refiner_rank": 0, "markov_rank": 4, "draft_vocab_size": 100})
+    assert "a Markov head drafts all tokens" in refused("train", settings, made / "run")
 
 
 def test_changed_settings_do_not_mix_with_what_is_there(made: Path, copy: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import itertools
 import json
 import random
 import re
@@ -22,6 +23,7 @@ from examples.distill.batches import FeatureSet
 from examples.distill.run_folder import PARTS, RunFolder
 from tests.cli.invoke import invoke
 from tests.distill.runs import ROOT, recipe, tiny_sections, write_prompts, write_settings, write_speaking_target
+from xpress_export.checkpoints import open_drafter
 
 # A random target's answers have no rule, so they can only be learned by heart, and what is best on others says nothing.
 BY_HEART = {"steps": 800, "evaluate_steps": 800, "learning_rate": 5e-3, "sequences": 8, "blocks": 8, "dropout": 0.0, "feature_noise": 0.0}
@@ -74,6 +76,31 @@ def test_a_second_time_nothing_is_made_again(run: Path) -> None:
     for stage in ("prompts", "generate", "features", "train"):
         recipe(stage, run.parent / "settings.toml", run).assert_done()
     assert [(run / name).read_bytes() for name in kept] == before
+
+
+def test_draft_vocabulary_to_the_end(run: Path, tmp_path: Path) -> None:
+    """A drafter of some tokens is trained, built and measured: no proposal is outside, and the tokens are plain decoding's."""
+    sections = tiny_sections(run.parent / "target", run.parent / "prompts.jsonl", **BY_HEART | {"steps": 300, "evaluate_steps": 300})
+    sections["drafter"] |= {"draft_vocab_size": 40}
+    settings = write_settings(tmp_path / "settings.toml", **sections)
+    folder = tmp_path / "run"
+    share_features(run, folder)
+    assert "drafts 40 of 430 tokens" in recipe("train", settings, folder).assert_done().err
+    recipe("evaluate", settings, folder).assert_done()
+    assert "the 40 tokens that the answers hold most often" in (folder / "drafter" / "README.md").read_text(encoding="utf-8")
+    made = json.loads((folder / "evaluation" / "evaluation.json").read_text(encoding="utf-8"))
+    assert f"on {made['prompts']} of {made['prompts']} prompts" in made["agreement"]
+    drafts = set(open_drafter(str(folder / "drafter")).draft_token_ids.tolist())  # type: ignore[union-attr]
+    report = json.loads(next(folder.glob("evaluation/*/report/report.json")).read_text(encoding="utf-8"))
+    accepted = 0
+    for job in report["jobs"]:
+        # The first token is prefill's; of each round the last is the target's own, those before it are drafts.
+        ends = list(itertools.accumulate(job["acceptance_lengths"], initial=1))
+        for begin, end in itertools.pairwise(ends):
+            proposals = job["output"][begin : end - 1]
+            assert drafts.issuperset(proposals)
+            accepted += len(proposals)
+    assert accepted > 0
 
 
 def curve(folder: Path, name: str = "curve.csv") -> list[dict[str, str]]:

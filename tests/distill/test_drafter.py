@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from examples.distill.batches import FeatureSet
-from examples.distill.drafter import TrainedDrafter
-from examples.distill.losses import TargetTables
+from examples.distill.drafter import READOUT, TrainedDrafter
 from examples.distill.replay import replay
 from examples.distill.run_folder import RunFolder
 from examples.distill.settings import DrafterSettings, Settings, TrainingSettings
 from examples.distill.sizes import Sizes, drafter_sizes
+from examples.distill.tables import DraftVocabulary, TargetTables
 from examples.distill.target import Target
 from examples.distill.train import write_drafter
 from examples.distill.warm_start import begin
@@ -106,13 +106,32 @@ def test_replay_equals_the_published_rounds(case: str, tmp_path: Path) -> None:
 def test_written_folder_is_what_was_read(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
     """From a folder and back, in half precision; the exporter takes it."""
     drafter, _, sizes = opened(settings_of(*tiny_folders))
-    write_drafter(drafter, RunFolder(tmp_path))
+    write_drafter(drafter, None, RunFolder(tmp_path))
     before, after = load_file(tiny_folders[1] / "model.safetensors"), load_file(tmp_path / "drafter" / "model.safetensors")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor.half()), name
     config = open_drafter(str(tmp_path / "drafter")).config
     assert (config.block_size, config.mask_token_id, config.tap_layers) == (sizes.block_size, sizes.mask_token_id, sizes.tap_layers)
+
+
+def test_reduced_vocabulary_is_written_and_begun_with(tiny_folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """The exporter finds the tokens and their rows; a warm start puts each row back where its token is, and the others correct nothing."""
+    settings = settings_of(*tiny_folders)
+    drafter, tables, _ = opened(settings)
+    drafted = DraftVocabulary(torch.tensor([3, 4, 9, 40]), tables.head[[3, 4, 9, 40]])
+    write_drafter(drafter, drafted, RunFolder(tmp_path))
+    checkpoint = open_drafter(str(tmp_path / "drafter"))
+    assert checkpoint.config.draft_vocab_size == 4
+    assert checkpoint.draft_token_ids is not None and checkpoint.draft_token_ids.tolist() == [3, 4, 9, 40]
+    torch.testing.assert_close(checkpoint.own_head_table(), drafted.head.half().float())
+    training = settings.training.model_copy(update={"warm_start": str(tmp_path / "drafter")})
+    state = opened(settings.model_copy(update={"training": training}))[0].serving_state()
+    for name, tensor in drafter.serving_state().items():
+        expected = tensor.half().float()
+        if name == READOUT:
+            expected[[token for token in range(len(expected)) if token not in (3, 4, 9, 40)]] = 0
+        assert torch.equal(state[name], expected), name
 
 
 def test_bare_drafter_gets_a_head_that_corrects_nothing_yet(tmp_path: Path) -> None:

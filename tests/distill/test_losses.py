@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 from examples.distill.batches import Batch, Blocks, cut_blocks
-from examples.distill.losses import TargetTables, block_losses, slot_weights
+from examples.distill.losses import block_losses, slot_weights
 from examples.distill.settings import TrainingSettings
+from examples.distill.tables import TargetTables, most_frequent
 from tests.distill.test_drafter import opened, settings_of
 from tests.reference import ReferenceDrafter
+from xpress_runtime.errors import OptionError
 
 LENGTH, ANCHORS = 18, (3, 9, 15)
 # Slot 2 of the second block is shown; the third block reaches one slot past the end.
@@ -109,9 +112,7 @@ def test_softmax_over_some_tokens_is_that_over_all_with_the_others_impossible(ti
     drafter, tables, sizes = opened(settings_of(*tiny_folders))
     batch, tokens = make_batch(tables, 2 * sizes.hidden_size, sizes.block_size, sizes.mask_token_id)
     columns = tokens.unique()
-    to_column = torch.zeros(len(tables.head), dtype=torch.long)
-    to_column[columns] = torch.arange(len(columns))
-    few = TargetTables(tables.embedding, tables.head[columns], columns, to_column)
+    few = cut_to(tables, columns)
     settings = TrainingSettings(tv_weight=0.0)
     with torch.no_grad():
         found = block_losses(drafter, few, batch, settings)
@@ -123,6 +124,41 @@ def test_softmax_over_some_tokens_is_that_over_all_with_the_others_impossible(ti
         reference.refined_logits = lambda hidden, previous: refine(hidden, previous).masked_fill(unseen, -1e9)  # type: ignore[method-assign]
         expected = reference_losses(reference, batch, tokens, settings)
     assert float(found.total) == pytest.approx(expected["total"], abs=3e-4)
+
+
+def test_slots_whose_token_cannot_be_drafted_count_for_nothing(tiny_folders: tuple[Path, Path]) -> None:
+    """They weigh like shown ones; with every token of the sequence outside, nothing is left to learn and nothing breaks."""
+    drafter, tables, sizes = opened(settings_of(*tiny_folders))
+    batch, tokens = make_batch(tables, 2 * sizes.hidden_size, sizes.block_size, sizes.mask_token_id)
+    unknown = int(tokens[10])
+    columns = torch.tensor([token for token in range(len(tables.head)) if token != unknown])
+    settings = TrainingSettings(tv_weight=0.3)
+    counted = batch.blocks.counted & (batch.blocks.labels != unknown)
+    assert int(counted.sum()) < int(batch.blocks.counted.sum())
+    uncounted = replace(batch, blocks=replace(batch.blocks, counted=counted))
+    with torch.no_grad():
+        found = block_losses(drafter, cut_to(tables, columns), batch, settings)
+        assert found == block_losses(drafter, cut_to(tables, columns), uncounted, settings)
+        absent = torch.tensor([token for token in range(len(tables.head)) if token not in tokens])
+        nothing = block_losses(drafter, cut_to(tables, absent), batch, settings)
+    assert math.isfinite(float(found.total)) and float(found.total) > 0
+    assert float(nothing.total) == float(nothing.correct) == 0
+
+
+def test_a_draft_vocabulary_is_what_the_answers_hold_most() -> None:
+    counts = torch.tensor([0, 5, 1, 9, 1, 0, 5])
+    assert most_frequent(counts, 2).tolist() == [1, 3]
+    assert most_frequent(counts, 4).tolist() == [1, 2, 3, 6]
+    assert most_frequent(counts, 100).tolist() == [1, 2, 3, 4, 6]
+    with pytest.raises(OptionError, match="leave out draft_vocab_size"):
+        most_frequent(torch.tensor([0, 7]), 10)
+
+
+def cut_to(tables: TargetTables, columns: Tensor) -> TargetTables:
+    """The same tables with a head for some tokens alone."""
+    to_column = torch.full((len(tables.head),), -1)
+    to_column[columns] = torch.arange(len(columns))
+    return TargetTables(tables.embedding, tables.head[columns], columns, to_column)
 
 
 def test_no_gradient_goes_through_drafts_or_the_target(tiny_folders: tuple[Path, Path]) -> None:
