@@ -5,12 +5,14 @@ A held-out prompt is made of words that no training prompt has. Knows nothing of
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from xpress_runtime.errors import OptionError
 
@@ -21,7 +23,7 @@ _MAX_DEPTH = 8
 
 @dataclass(frozen=True)
 class Slot:
-    """What may stand for a placeholder. Words that are shared, and numbers, are drawn alike for training and held-out prompts."""
+    """What may stand for a placeholder. Shared words, numbers and words made of parts are drawn alike for training and held-out prompts."""
 
     train: Sequence[str]
     held_out: Sequence[str]
@@ -92,11 +94,14 @@ def _reached(text: str, slots: dict[str, Slot]) -> set[str]:
     return found
 
 
-def _slot(path: Path, name: str, entries: dict[str, list[str] | list[int]]) -> Slot:
+def _slot(path: Path, name: str, entries: dict[str, list[Any]]) -> Slot:
     match entries:
         case {"range": [int(first), int(last)]}:
             numbers = [str(number) for number in range(first, last + 1)]
             return Slot(numbers, numbers, splits=False)
+        case {"parts": [[_, *_], *_] as parts}:
+            made = ["".join(map(str, chosen)) for chosen in itertools.product(*parts)]
+            return Slot(made, made, splits=False)
         case {"shared": [_, *_] as words}:
             return Slot([str(word) for word in words], [str(word) for word in words], splits=False)
         case {"train": [_, *_] as train, "held_out": [_, *_] as held_out}:
@@ -104,4 +109,4 @@ def _slot(path: Path, name: str, entries: dict[str, list[str] | list[int]]) -> S
             if both:
                 raise OptionError(f"{path}: slot '{name}' has {sorted(both)[0]!r} in train and in held_out")
             return Slot([str(word) for word in train], [str(word) for word in held_out], splits=True)
-    raise OptionError(f"{path}: slot '{name}' has {', '.join(entries)}, expected train and held_out, shared, or range")
+    raise OptionError(f"{path}: slot '{name}' has {', '.join(entries)}, expected train and held_out, shared, range, or parts")

@@ -57,6 +57,16 @@ def test_held_out_prompts_are_of_words_that_no_training_prompt_has(name: str) ->
     assert found[True] >= 50, found
 
 
+def test_words_made_of_parts(tmp_path: Path) -> None:
+    """One of each part, two placeholders never the same."""
+    slots = 'm = { parts = [["Ba", "Ce"], ["", "lo"], ["n"]] }\nw = { train = ["x"], held_out = ["y"] }\n'
+    (tmp_path / "made.toml").write_text(f'about = "x"\ntemplates = ["<w>: <m>, <m:2>"]\n[slots]\n{slots}')
+    family = read_family("made", tmp_path)
+    drawn = {tuple(text.removeprefix("x: ").split(", ")) for text in family.prompts(12, held_out=False, seed=0)}
+    words = {"Ban", "Balon", "Cen", "Celon"}
+    assert drawn == {(first, second) for first in words for second in words if first != second}
+
+
 def test_a_list_that_is_in_both_parts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text('about = "x"\ntemplates = ["<a>"]\n[slots]\na = { train = ["x", "y"], held_out = ["Y"] }\n')
     with pytest.raises(OptionError, match="slot 'a' has 'y' in train and in held_out"):
