@@ -15,7 +15,7 @@ import click
 from examples.distill.run_folder import RunFolder
 from examples.distill.settings import Settings, read_settings
 from xpress_export.cli.quiet import quiet_libraries
-from xpress_runtime.errors import OutputError, XpressError
+from xpress_runtime.errors import OptionError, OutputError, XpressError
 from xpress_runtime.jobs.lock import Lock
 
 
@@ -76,6 +76,8 @@ _COMMANDS: dict[str, tuple[str, tuple[Stage, ...]]] = {
 def _run(config: Path, run: Path, stages: Sequence[Stage]) -> None:
     settings = read_settings(config)
     folder = RunFolder(run)
+    if stages[0] is not _prompts and not run.exists():
+        raise OptionError(f"{run} does not exist; run 'prompts' first")
     folder.make(run)
     try:
         # torchrun's other processes work for the first.
@@ -114,7 +116,7 @@ def main(words: Sequence[str] | None = None) -> None:
         problem.show()
         sys.exit(problem.exit_code)
     except click.Abort:
-        click.echo("interrupted", err=True)
+        click.echo("interrupted; what was written is kept, run the same command again to go on", err=True)
         sys.exit(130)
     except XpressError as problem:
         click.echo(f"error: {problem}", err=True)

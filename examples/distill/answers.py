@@ -18,7 +18,7 @@ import torch
 
 from examples.distill.processes import this_process
 from examples.distill.prompts import ROW
-from examples.distill.run_folder import PARTS, RunFolder, check_same, read_rows
+from examples.distill.run_folder import PARTS, RunFolder, check_same, read_rows, write_json
 from examples.distill.settings import AnswerSettings, PromptSettings, Settings
 from examples.distill.target import Target
 from xpress_runtime.errors import CheckpointError, OutputError
@@ -51,27 +51,30 @@ class Answer:
 def generate_answers(settings: Settings, folder: RunFolder, report: Callable[[str], None]) -> None:
     """Answer every prompt that has no answer yet."""
     state = this_process()
+    say = report if state.is_main_process else lambda _: None
     target = Target(settings.target)
-    tokenizer = _tokenizer(target, settings.prompts)
+    depends = {
+        "target": target.identity,
+        **settings.answers.model_dump(exclude={"batch_size"}),
+        **settings.prompts.model_dump(include={"format", "thinking"}),
+    }
+    tokenizer = None
     for part in PARTS:
         rows = read_rows(folder.prompts(part), "prompts", ROW)
-        into = folder.make(folder.answers(part))
-        if state.is_main_process:
-            depends = {
-                "target": target.identity,
-                **settings.answers.model_dump(exclude={"batch_size"}),
-                **settings.prompts.model_dump(include={"format", "thinking"}),
-            }
-            check_same(into / "answers.json", depends, "generate", "remove its answers and features")
-        state.wait_for_everyone()
+        into = folder.answers(part)
+        check_same(into / "answers.json", depends, "generate", "remove its answers and features")
         done = {row.id for row in read_answers(folder, part)}
         todo = [row for row in rows if row["id"] not in done]
+        say(f"{part}: {len(done)} of {len(rows)} answers are there")
+        # Others may still be looking at what is there.
         state.wait_for_everyone()
         if not todo:
             continue
+        tokenizer = tokenizer or _tokenizer(target, settings.prompts)
         mine = todo[state.process_index :: state.num_processes]
-        if state.is_main_process and done:
-            report(f"{part}: {len(done)} answers are there already")
+        if state.is_main_process:
+            write_json(into / "answers.json", depends)
+        state.wait_for_everyone()
         _answer_all(target, settings, tokenizer, mine, into / f"process-{state.process_index}.jsonl", state.device, report)
         state.wait_for_everyone()
 

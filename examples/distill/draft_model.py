@@ -19,7 +19,7 @@ from examples.distill.answers import Answer, read_answers
 from examples.distill.batches import step_indices
 from examples.distill.loop import LOSS, Task, run_loop
 from examples.distill.processes import accelerator as find_accelerator
-from examples.distill.run_folder import PARTS, RunFolder, check_same
+from examples.distill.run_folder import PARTS, RunFolder, check_same, write_json
 from examples.distill.settings import Settings
 from examples.distill.target import Target
 from xpress_runtime.errors import OptionError, OutputError
@@ -70,18 +70,13 @@ def train_draft_model(settings: Settings, folder: RunFolder, report: Callable[[s
     training = settings.training.model_copy(
         update={"steps": wanted.steps, "sequences": wanted.sequences, "learning_rate": wanted.learning_rate}
     )
-    into = folder.make(folder.root / "draft_model_training")
-    if accelerator.is_main_process:
-        depends = {
-            "target": target.identity,
-            **wanted.model_dump(exclude={"steps"}),
-            "precision": training.precision,
-            "seed": training.seed,
-        }
-        check_same(into / "training.json", depends, "train", f"remove {into.name} and draft_model")
-    accelerator.wait_for_everyone()
-
+    into = folder.root / "draft_model_training"
+    note = into / "training.json"
+    depends = {"target": target.identity, **wanted.model_dump(exclude={"steps"}), "precision": training.precision, "seed": training.seed}
+    check_same(note, depends, "train", f"remove {into.name} and draft_model")
     model = _first_layers(target, wanted.num_layers, accelerator.device)
+    if accelerator.is_main_process:
+        write_json(note, depends)
     objective = NextToken(model)
 
     def batch(step: int) -> TokenBatch:

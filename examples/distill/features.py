@@ -20,7 +20,7 @@ from torch import Tensor
 
 from examples.distill.answers import Answer, read_answers
 from examples.distill.processes import this_process
-from examples.distill.run_folder import PARTS, RunFolder, check_same, replaced
+from examples.distill.run_folder import PARTS, RunFolder, check_same, replaced, write_json
 from examples.distill.settings import Settings
 from examples.distill.sizes import tap_layers
 from examples.distill.target import DTYPES, Target
@@ -68,8 +68,8 @@ def cache_features(settings: Settings, folder: RunFolder, report: Callable[[str]
     model = None
     for part in PARTS:
         into = folder.make(folder.features(part))
-        if state.is_main_process:
-            check_same(into / "features.json", depends, "features", "remove its features")
+        note = into / "features.json"
+        check_same(note, depends, "features", "remove its features")
         state.wait_for_everyone()
         known = {span.id for path in shard_paths(folder, part) for span in read_spans(path)}
         sequences = [answer for answer in read_answers(folder, part) if answer.id not in known]
@@ -83,7 +83,11 @@ def cache_features(settings: Settings, folder: RunFolder, report: Callable[[str]
         if not mine:
             continue
         width = target.checkpoint.config.hidden_size * (len(layers) + with_final)
-        _check_space(into, sum(len(answer.prompt) + len(answer.answer) for answer in kept) * width * 2)
+        num_bytes = sum(len(answer.prompt) + len(answer.answer) for answer in kept) * width * 2
+        if state.is_main_process:
+            report(f"{part}: features of {len(kept)} sequences take {num_bytes / 1e9:.2f} GB")
+            _check_space(into, num_bytes)
+            write_json(note, depends)
         if model is None:
             model = target.model(settings.target.precision, state.device)
         size = settings.features.shard_sequences

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.distill.families import read_family
-from examples.distill.run_folder import RunFolder, check_same, numbered_rows, write_rows
+from examples.distill.run_folder import RunFolder, check_same, numbered_rows, write_json, write_rows
 from examples.distill.settings import PromptSettings
 from xpress_runtime.errors import OptionError, PromptError
 
@@ -23,7 +23,8 @@ ROW = {"id": str, "family": str, "messages": list}
 
 def write_prompts(settings: PromptSettings, folder: RunFolder, report: Callable[[str], None]) -> None:
     """Write ``prompts.jsonl`` and ``held_out.jsonl``; what is there already is kept if the settings are the same."""
-    check_same(folder.root / "prompts.json", settings.model_dump(), "prompts", "remove its prompts and answers")
+    note = folder.root / "prompts.json"
+    check_same(note, settings.model_dump(), "prompts", "remove its prompts and answers")
     train: list[dict[str, Any]] = []
     held_out: list[dict[str, Any]] = []
     for name, count in settings.families.items():
@@ -45,6 +46,7 @@ def write_prompts(settings: PromptSettings, folder: RunFolder, report: Callable[
         raise OptionError("all prompts are held out or must not be trained on; name more families or files under [prompts]")
     rows = list(distinct.values())
     random.Random(settings.seed).shuffle(rows)
+    write_json(note, settings.model_dump())
     write_rows(folder.prompts("held_out"), {row["id"]: row for row in held_out}.values())
     write_rows(folder.prompts("train"), rows)
     report(f"{len(rows)} prompts to train on, {len(held_out)} held out")

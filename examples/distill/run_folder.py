@@ -133,6 +133,8 @@ def replaced(path: Path, advice: str = "", errors: tuple[type[Exception], ...] =
         yield scratch
         with scratch.open("rb") as stream:
             os.fsync(stream.fileno())
+        # Some libraries write for their owner alone.
+        scratch.chmod(0o666 & ~_umask())
         scratch.replace(path)
     except refusals as problem:
         scratch.unlink(missing_ok=True)
@@ -140,19 +142,23 @@ def replaced(path: Path, advice: str = "", errors: tuple[type[Exception], ...] =
         raise OutputError(f"{path} cannot be written: {reason}" + (f"; {advice}" if advice else "")) from None
 
 
-def check_same(path: Path, stated: Mapping[str, Any], stage: str, redo: str) -> None:
-    """Write what a stage's files depend on beside them, or compare with what is there. Raises OptionError where it differs.
+def _umask() -> int:
+    # There is no way to read it but to set it.
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
-    ``redo`` says how to begin again.
+
+def check_same(path: Path, stated: Mapping[str, Any], stage: str, redo: str) -> None:
+    """Compare what a stage's files depend on with the note of it beside them, if there is one. Raises OptionError where it differs.
+
+    ``redo`` says how to begin again. The note is written by :func:`write_json`, once the stage is about to make its first file.
     """
-    values = json.loads(json.dumps(stated))
-    if path.is_file():
-        before = read_json(path, stage)
-        for name in values:
-            if before.get(name) != values[name]:
-                raise OptionError(
-                    f"{path.parent} was made with {name} = {before.get(name)!r:.60}, now it is {values[name]!r:.60}; "
-                    f"{redo}, or use another run folder"
-                )
+    if not path.is_file():
         return
-    write_json(path, values)
+    before = read_json(path, stage)
+    for name, value in json.loads(json.dumps(stated)).items():
+        if before.get(name) != value:
+            raise OptionError(
+                f"{path.parent} was made with {name} = {before.get(name)!r:.60}, now it is {value!r:.60}; {redo}, or use another run folder"
+            )

@@ -5,7 +5,9 @@ Knows names, types and ranges; knows nothing of models or files but the TOML fil
 
 from __future__ import annotations
 
+import difflib
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -181,5 +183,17 @@ def read_settings(path: Path) -> Settings:
     except ValidationError as problem:
         first = problem.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise OptionError(f"{path}: {where}: there is no such setting{_meant(first['loc'])}") from None
         found = "" if first["type"] == "missing" else f", found {first['input']!r:.80}"
         raise OptionError(f"{path}: {where}: {first['msg'].lower()}{found}") from None
+
+
+def _meant(place: tuple[int | str, ...]) -> str:
+    """The setting or section whose name is most like the last of ``place``."""
+    names: Iterable[str] = Settings.model_fields
+    if len(place) > 1:
+        section = Settings.model_fields[str(place[0])].annotation
+        names = section.model_fields if isinstance(section, type) and issubclass(section, Section) else ()
+    close = difflib.get_close_matches(str(place[-1]), names, 1)
+    return f"; did you mean {close[0]}?" if close else "; settings.py lists all"

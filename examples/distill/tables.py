@@ -58,11 +58,11 @@ class DraftVocabulary:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tables on a device, what the drafter drafts of it (None: every token), and how many tokens the answers have."""
+    """The tables on a device, what the drafter drafts of it (None: every token), and how often the answers hold each token."""
 
     tables: TargetTables
     drafted: DraftVocabulary | None
-    answer_tokens: int
+    counts: Tensor
 
 
 def read_vocabulary(
@@ -76,20 +76,19 @@ def read_vocabulary(
     counts = features.answer_token_counts()
     if len(counts) > len(head):
         raise CheckpointError(f"the answers hold token {len(counts) - 1}, and the head of {target.name} has {len(head)} rows")
-    num_tokens = int(counts.sum())
     tokens, drafted = counts.nonzero().flatten(), None
     wanted = settings.drafter.draft_vocab_size
     if wanted is not None:
         tokens = most_frequent(counts, wanted)
         drafted = DraftVocabulary(tokens, head[tokens])
-        report(f"drafts {len(tokens)} of {len(head)} tokens, {int(counts[tokens].sum()) / num_tokens:.1%} of what the answers hold")
+        report(f"drafts {len(tokens)} of {len(head)} tokens, {int(counts[tokens].sum()) / int(counts.sum()):.1%} of what the answers hold")
     columns = to_column = None
     if wanted is not None or settings.training.vocabulary == "seen":
         to_column = torch.full((len(head),), -1)
         to_column[tokens] = torch.arange(len(tokens))
         columns, to_column, head = tokens.to(device), to_column.to(device), head[tokens]
     tables = TargetTables(embedding, head.to(device, dtype), columns, to_column, config.logit_scale, config.logit_cap)
-    return Vocabulary(tables, drafted, num_tokens)
+    return Vocabulary(tables, drafted, counts)
 
 
 def most_frequent(counts: Tensor, size: int) -> Tensor:

@@ -59,17 +59,17 @@ def train_drafter(settings: Settings, folder: RunFolder, report: Callable[[str],
     has_head = bool(sizes.refiner_rank or sizes.markov_rank)
     if not (training.base_weight or (has_head and (training.refined_weight or (training.free_weight and training.free_rounds)))):
         raise OptionError("no part of the loss has a weight; set base_weight, refined_weight or free_weight under [training] above 0")
-    into = folder.make(folder.training)
-    if accelerator.is_main_process:
-        depends = {"target": target.identity, **settings.drafter.model_dump(), **training.model_dump(exclude=_FREE)}
-        check_same(into / "training.json", depends, "train", "remove its training and drafter")
-    accelerator.wait_for_everyone()
-
+    note = folder.training / "training.json"
+    depends = {"target": target.identity, **settings.drafter.model_dump(), **training.model_dump(exclude=_FREE)}
+    check_same(note, depends, "train", "remove its training and drafter")
     say = report if accelerator.is_main_process else lambda _: None
     vocabulary = read_vocabulary(settings, target, train, accelerator.device, say)
-    tables = vocabulary.tables
+    tables, num_tokens = vocabulary.tables, int(vocabulary.counts.sum())
+    check_mask_token(sizes.mask_token_id, vocabulary.counts, is_stated=settings.drafter.mask_token_id is not None, say=say)
     drafter = TrainedDrafter(sizes, training.dropout, training.feature_noise)
     begin(drafter, training, target, say)
+    if accelerator.is_main_process:
+        write_json(note, depends)
     sampler = Sampler(
         train,
         block_size=sizes.block_size,
@@ -86,7 +86,7 @@ def train_drafter(settings: Settings, folder: RunFolder, report: Callable[[str],
         passes = (sizes.block_size - 1, 0)
     facts = {
         "sequences": len(train),
-        "answer_tokens": vocabulary.answer_tokens,
+        "answer_tokens": num_tokens,
         "softmax_tokens": len(tables.head),
         "draft_tokens": sizes.vocab_size if vocabulary.drafted is None else len(vocabulary.drafted.tokens),
         **_given(settings),
@@ -101,7 +101,7 @@ def train_drafter(settings: Settings, folder: RunFolder, report: Callable[[str],
         write_json(folder.drafter / "training.json", {"step": step, "held_out": figures, **facts})
         write_card(folder, sizes, target)
 
-    say(f"{len(train)} sequences, {vocabulary.answer_tokens} answer tokens, softmax over {len(tables.head)} of {sizes.vocab_size} tokens")
+    say(f"{len(train)} sequences, {num_tokens} answer tokens, softmax over {len(tables.head)} of {sizes.vocab_size} tokens")
     task = Task(
         objective=Objective(drafter, tables, training),
         batch=sampler.batch,
@@ -110,7 +110,19 @@ def train_drafter(settings: Settings, folder: RunFolder, report: Callable[[str],
         evaluate=evaluate,
         keep=keep,
     )
-    run_loop(task, training, into, accelerator, report)
+    run_loop(task, training, folder.training, accelerator, report)
+
+
+def check_mask_token(mask_token_id: int, counts: Tensor, *, is_stated: bool, say: Callable[[str], None]) -> None:
+    """A mask that answers hold means two things to the drafter: refused where nobody chose it, pointed out where somebody did."""
+    times = int(counts[mask_token_id]) if mask_token_id < len(counts) else 0
+    if times and not is_stated:
+        raise OptionError(
+            f"mask_token_id under [drafter] is missing, and the tokenizer's mask or padding token, id {mask_token_id}, occurs {times} "
+            "times in the answers; name a token that texts do not hold"
+        )
+    if times:
+        say(f"the mask token, id {mask_token_id}, occurs {times} times in the answers; one that texts do not hold is better")
 
 
 def write_drafter(drafter: TrainedDrafter, drafted: DraftVocabulary | None, folder: RunFolder) -> None:

@@ -1,4 +1,4 @@
-"""What a drafter begins with: a bare DFlash or xPress checkpoint, the target's own layers, or random numbers.
+"""What a drafter begins with: a checkpoint of any published format, an earlier run's drafter, the target's own layers, or random numbers.
 
 Knows checkpoints and names of tensors; knows nothing of training.
 """
@@ -6,11 +6,13 @@ Knows checkpoints and names of tensors; knows nothing of training.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from examples.distill.drafter import READOUT, TrainedDrafter
+from examples.distill.run_folder import RunFolder
 from examples.distill.settings import TrainingSettings
 from examples.distill.target import Target
 from xpress_export.checkpoints import open_drafter
@@ -33,7 +35,8 @@ def begin(drafter: TrainedDrafter, settings: TrainingSettings, target: Target, r
     if settings.warm_start == FROM_TARGET:
         _from_target(drafter, target, report)
     elif settings.warm_start is not None:
-        _from_checkpoint(drafter, settings.warm_start, target, report)
+        earlier = RunFolder(Path(settings.warm_start)).drafter
+        _from_checkpoint(drafter, str(earlier) if earlier.is_dir() else settings.warm_start, target, report)
 
 
 def _initialise(drafter: TrainedDrafter, seed: int) -> None:

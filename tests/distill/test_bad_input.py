@@ -13,7 +13,9 @@ import torch
 
 from examples.distill import features, loop
 from examples.distill.losses import Losses
+from examples.distill.train import check_mask_token
 from tests.distill.runs import recipe, refused, tiny_sections, write_prompts, write_settings, write_speaking_target
+from xpress_runtime.errors import OptionError
 from xpress_runtime.jobs.lock import Lock
 
 
@@ -74,7 +76,9 @@ MODEL = '[target]\ncheckpoint = "x"\n'
     [
         ("[target", "is not valid TOML"),
         ("[training]\nsteps = 3", "target: field required"),
-        (MODEL + "[training]\nstep = 3", "training.step: extra inputs are not permitted, found 3"),
+        (MODEL + "[training]\nstep = 3", "training.step: there is no such setting; did you mean steps?"),
+        (MODEL + "[trainig]\nsteps = 3", "trainig: there is no such setting; did you mean training?"),
+        (MODEL + "[training]\nqqq = 3", "training.qqq: there is no such setting; settings.py lists all"),
         (MODEL + '[training]\nlearning_rate = "a"', "training.learning_rate: input should be a valid number, found 'a'"),
         (MODEL + "[training]\nlearning_rate = nan", "training.learning_rate: input should be less than or equal to 1, found nan"),
         (MODEL + "[drafter]\nblock_size = 1", "drafter.block_size: input should be greater than or equal to 2, found 1"),
@@ -86,6 +90,7 @@ def test_wrong_settings(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "settings.toml"
     path.write_text(text, encoding="utf-8")
     assert says in refused("prompts", path, tmp_path / "run")
+    assert not (tmp_path / "run" / "prompts.json").exists(), "settings that gave nothing would bind the next ones"
 
 
 @pytest.mark.parametrize(
@@ -97,6 +102,9 @@ def test_wrong_settings(tmp_path: Path, text: str, says: str) -> None:
     ],
 )
 def test_stages_out_of_order(made: Path, tmp_path: Path, stage: str, says: str) -> None:
+    assert "run does not exist; run 'prompts' first" in refused(stage, made / "settings.toml", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
     assert says in refused(stage, made / "settings.toml", tmp_path / "run")
 
 
@@ -163,6 +171,24 @@ def test_mask_token_outside_of_the_embedding(made: Path, copy: Path, tmp_path: P
 def test_taps_that_the_target_lacks(made: Path, tmp_path: Path) -> None:
     settings = settings_with(made, tmp_path / "settings.toml", drafter={"tap_layers": [0, 2]})
     assert "tap_layers are [0, 2], expected ascending layers from 0 to 1" in refused("features", settings, made / "run")
+
+
+def test_default_mask_token_that_answers_hold(made: Path, copy: Path, tmp_path: Path) -> None:
+    """Nobody chose it, so nobody would look for it; one that was chosen is pointed out."""
+    answers = [json.loads(line)["answer"] for line in (copy / "answers" / "train" / "process-0.jsonl").read_text().splitlines()]
+    held = answers[0][0]
+    settings = settings_with(made, tmp_path / "settings.toml", drafter={"mask_token_id": held})
+    times = sum(answer.count(held) for answer in answers)
+    assert f"the mask token, id {held}, occurs {times} times in the answers" in recipe("train", settings, copy).assert_done().err
+    with pytest.raises(OptionError, match="is missing, and the tokenizer's mask or padding token, id 3, occurs 5 times in the answers"):
+        check_mask_token(3, torch.tensor([0, 0, 0, 5]), is_stated=False, say=print)
+    check_mask_token(3, torch.tensor([0, 1]), is_stated=False, say=print)
+
+
+def test_a_warm_start_that_fails_binds_nothing(made: Path, copy: Path, tmp_path: Path) -> None:
+    wrong = settings_with(made, tmp_path / "wrong.toml", training={"warm_start": str(tmp_path / "nothing")})
+    assert "nothing" in refused("train", wrong, copy)
+    recipe("train", made / "settings.toml", copy).assert_done()
 
 
 def test_two_heads(made: Path, tmp_path: Path) -> None:

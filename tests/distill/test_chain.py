@@ -78,6 +78,17 @@ def test_a_second_time_nothing_is_made_again(run: Path) -> None:
     assert [(run / name).read_bytes() for name in kept] == before
 
 
+def test_an_earlier_run_is_begun_with(run: Path, tmp_path: Path) -> None:
+    """By the name of its folder, as the settings of that run name it."""
+    sections = tiny_sections(run.parent / "target", run.parent / "prompts.jsonl", steps=2, warm_start=str(run))
+    folder = tmp_path / "run"
+    share_features(run, folder)
+    said = recipe("train", write_settings(tmp_path / "settings.toml", **sections), folder).assert_done().err
+    assert re.search(rf"begins with (\d+) of \1 tensors of '{re.escape(str(run / 'drafter'))}'", said)
+    modes = {(folder / "drafter" / name).stat().st_mode & 0o777 for name in ("config.json", "model.safetensors")}
+    assert modes == {(folder / "prompts.jsonl").stat().st_mode & 0o777}
+
+
 def test_draft_vocabulary_to_the_end(run: Path, tmp_path: Path) -> None:
     """A drafter of some tokens is trained, built and measured: no proposal is outside, and the tokens are plain decoding's."""
     sections = tiny_sections(run.parent / "target", run.parent / "prompts.jsonl", **BY_HEART | {"steps": 300, "evaluate_steps": 300})
@@ -179,7 +190,7 @@ def interrupt(stage: str, settings: Path, run: Path, begun: str) -> None:
     process.send_signal(signal.SIGINT)
     stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 130, stderr
-    assert stderr.splitlines()[-1] == "interrupted"
+    assert stderr.splitlines()[-1].startswith("interrupted; ")
     assert "Traceback" not in stderr
 
 
