@@ -1,6 +1,7 @@
 """Drafter, refiner and greedy round in plain PyTorch, written from the method's equations: no static cache, no packing, one row.
 
-Layers may have windows and be causal, rotary embeddings may be scaled (linear, llama3, yarn), and logits and embeddings have factors.
+Layers may have windows and be causal, rotary embeddings may be scaled (linear, llama3, yarn), logits and embeddings have factors, and some
+tokens be all that is drafted (d2t).
 
 Independent of the package on purpose. Reads the serving format by itself and keeps every context row in a list.
 """
@@ -29,6 +30,17 @@ class ReferenceDrafter:
         self.mask: int = self.config["dflash_config"]["mask_token_id"]
         self.taps: list[int] = self.config["dflash_config"]["target_layer_ids"]
         self.frequencies, self.rotary_factor = rotary_frequencies(self.config)
+        self.never_drafted: Tensor | None = None
+        if "d2t" in self.weights:
+            offsets = self.weights["d2t"].long()
+            tokens = torch.arange(len(offsets)) + offsets
+            self.head = torch.zeros_like(head)
+            self.head[tokens] = self.weights["lm_head.weight"]
+            w2 = self.weights["xpress_head.w2.weight"]
+            self.weights["xpress_head.w2.weight"] = torch.zeros(len(head), w2.shape[1])
+            self.weights["xpress_head.w2.weight"][tokens] = w2
+            self.never_drafted = torch.ones(len(head), dtype=torch.bool)
+            self.never_drafted[tokens] = False
 
     def draft(self, context_taps: Tensor, anchor: int, predecessor: int, num_passes: int) -> list[int]:
         """Drafts of slots 1 … P-1. ``context_taps`` [length, T·H]: every verified row before the anchor."""
@@ -39,7 +51,8 @@ class ReferenceDrafter:
         """Of slots 1 … P-1 [P-1, V], from the hidden states of the block [P, H]."""
         logits: Tensor = self.config.get("output_multiplier", 1.0) * (hidden[1:] @ self.head.T)
         cap = self.config.get("final_logit_softcapping")
-        return cap * torch.tanh(logits / cap) if cap else logits
+        logits = cap * torch.tanh(logits / cap) if cap else logits
+        return logits if self.never_drafted is None else logits.masked_fill(self.never_drafted, -math.inf)
 
     def hidden(self, context_taps: Tensor, anchor: int) -> Tensor:
         """The block's hidden states [P, H] behind every row of ``context_taps`` [length, T·H]."""
